@@ -1,0 +1,1 @@
+"""Measurements and comparisons: `python -m benchmarks --help`."""

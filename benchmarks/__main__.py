@@ -1,0 +1,26 @@
+"""`python -m benchmarks COMMAND`: 0 is good, 1 is a difference or a missed target, 2 is bad input, said in one line."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from benchmarks.parity import parity
+from dflash_pipe import BadInput
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.callback()(lambda: None)  # a list of commands even while it has one entry
+app.command()(parity)
+
+
+def main() -> None:
+    try:
+        app()
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

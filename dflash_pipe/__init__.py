@@ -1,0 +1,20 @@
+"""A CSP-style staged pipeline: stages, workers, bounded channels, and a YAML graph that chooses the topology."""
+
+from dflash_pipe.errors import BadInput, BrokenChannel, Cancelled, EndOfChannel, Stalled
+from dflash_pipe.message import Message, Stamp
+from dflash_pipe.stage import Context, Source, Stage
+from dflash_pipe.transport import Transport
+
+__all__ = [
+    "BadInput",
+    "BrokenChannel",
+    "Cancelled",
+    "Context",
+    "EndOfChannel",
+    "Message",
+    "Source",
+    "Stage",
+    "Stalled",
+    "Stamp",
+    "Transport",
+]

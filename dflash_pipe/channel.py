@@ -1,0 +1,249 @@
+"""A bounded channel with counted ends, over a janus queue, so that threads and coroutines can share it.
+
+- A channel ends by state, never by a value in band. When the last sender has closed, receivers drain what is left and
+  then get `EndOfChannel`. When the last receiver has closed, senders get `BrokenChannel`. After `cancel` everybody,
+  also who waits already, gets `Cancelled`.
+- `send` gives the message away and waits while the channel is full: in messages, or in bytes if it has a byte limit.
+  A message larger than the whole limit is admitted when the channel is empty.
+- `receive` is atomic: a message is either delivered or still there.
+- Always: sent == received + dropped + depth.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import janus
+
+from dflash_pipe.errors import BrokenChannel, Cancelled, EndOfChannel
+from dflash_pipe.message import ELSEWHERE, Message, payload_bytes
+from dflash_pipe.stats import BLOCKED, STARVED, Activity, ChannelLoad, activity_here
+
+__all__ = ["Channel", "Receiver", "Sender"]
+
+_EMPTY, _ROOM, _FULL = 0, 1, 2
+_RECEIVING = object()
+_Parcel = tuple[Message, int, int]  # a message, its bytes, and the room it takes (none if it was dealt elsewhere)
+
+
+class _Store(janus.Queue[_Parcel]):
+    """janus with room counted in messages and bytes, and with who waits for it.
+
+    janus runs these documented hooks under its lock, and asks `_qsize` just before it lets a caller wait: the one
+    place where a worker's state can be flipped together with the queue's.
+    """
+
+    def __init__(self, name: str, items: int, nbytes: int | None) -> None:
+        self.max_items, self.max_bytes = items, nbytes
+        self.items = self.nbytes = 0
+        self.sent = self.received = self.dropped = 0
+        self._input, self._room = f"input from {name!r}", f"room in {name!r}"
+        super().__init__(_FULL)
+
+    def _init(self, maxsize: int) -> None:
+        self._queue: deque[_Parcel] = deque()
+
+    def _qsize(self) -> int:
+        if not self._queue:
+            if (activity := activity_here()).offer is _RECEIVING:
+                activity.wait(STARVED, self._input)
+            return _EMPTY
+        if self.items < self.max_items and self.max_bytes is None:
+            return _ROOM
+        activity = activity_here()
+        if activity.offer is None or activity.offer is _RECEIVING or self._fits(activity.offer):
+            return _ROOM
+        activity.wait(BLOCKED, self._room)
+        return _FULL
+
+    def _fits(self, parcel: _Parcel) -> bool:
+        _, nbytes, items = parcel
+        if items == 0 or self.items == 0:
+            return True
+        return self.items < self.max_items and (self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
+
+    def _put(self, item: _Parcel) -> None:
+        self.nbytes += item[1]
+        self.items += item[2]
+        self.sent += 1
+        self._queue.append(item)
+        activity_here().resume()
+
+    def _get(self) -> _Parcel:
+        parcel = self._queue.popleft()
+        self.nbytes -= parcel[1]
+        self.items -= parcel[2]
+        activity = activity_here()
+        if activity.offer is _RECEIVING:
+            self.received += 1
+            activity.resume()
+        else:  # the channel is being emptied, nobody receives this
+            self.dropped += 1
+        return parcel
+
+
+class Channel:
+    """`capacity` messages (at least 1) and, if given, `nbytes` bytes; opened with `sender()` and `receiver()`.
+
+    All ends are opened before the first message. Raises ValueError for a capacity under 1.
+    """
+
+    def __init__(self, name: str, capacity: int = 2, nbytes: int | None = None) -> None:
+        if capacity < 1 or (nbytes is not None and nbytes < 1):
+            raise ValueError(f"channel {name!r}: capacity must be at least 1, got {capacity} messages, {nbytes} bytes")
+        self.name = name
+        self._store = _Store(name, capacity, nbytes)
+        self._ends = threading.Lock()
+        self._senders = self._receivers = 0
+        self._ending: type[BaseException] | None = None
+
+    def sender(self) -> Sender:
+        """Open one more sending end; the channel ends when all of them are closed."""
+        with self._ends:
+            self._senders += 1
+        return Sender(self)
+
+    def receiver(self) -> Receiver:
+        """Open one more receiving end; the channel breaks when all of them are closed."""
+        with self._ends:
+            self._receivers += 1
+        return Receiver(self)
+
+    def cancel(self) -> None:
+        """Drop what is in it and wake everybody with `Cancelled`."""
+        self._shut(Cancelled)
+
+    @property
+    def load(self) -> ChannelLoad:
+        store = self._store
+        return ChannelLoad(self.name, store.items, store.max_items, store.nbytes, store.sent)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(sent, received, dropped) messages, tombstones included."""
+        return self._store.sent, self._store.received, self._store.dropped
+
+    def _shut(self, ending: type[BaseException]) -> None:
+        with self._ends:
+            if self._ending is None or ending is Cancelled or self._ending is EndOfChannel:
+                self._ending = ending
+        self._store.shutdown(immediate=ending is not EndOfChannel)
+
+    def _sender_left(self) -> None:
+        with self._ends:
+            self._senders -= 1
+            last = self._senders == 0
+        if last:
+            self._shut(EndOfChannel)
+
+    def _receiver_left(self) -> None:
+        with self._ends:
+            self._receivers -= 1
+            last = self._receivers == 0
+        if last:
+            self._shut(BrokenChannel)
+
+    def _why(self) -> BaseException:
+        ending = self._ending or Cancelled
+        said = {
+            EndOfChannel: f"channel {self.name!r} has ended",
+            BrokenChannel: f"channel {self.name!r}: every receiver has left",
+            Cancelled: f"channel {self.name!r} was cancelled",
+        }
+        return ending(said[ending])
+
+
+class Sender:
+    """A sending end. One worker owns it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._open = True
+        self._put = channel._store.sync_q.put
+
+    def send(self, message: Message) -> None:
+        """Give `message` away; blocks the calling thread while the channel is full.
+
+        Raises BrokenChannel if every receiver has left, Cancelled if the run is torn down.
+        """
+        activity = self._offering(message)
+        try:
+            self._put(activity.offer)
+        except janus.SyncQueueShutDown:
+            raise self.channel._why() from None
+        finally:
+            activity.offer = None
+            activity.resume()
+
+    async def asend(self, message: Message) -> None:
+        """`send` for a coroutine: suspends it instead of blocking the thread."""
+        activity = self._offering(message)
+        try:
+            await self.channel._store.async_q.put(activity.offer)
+        except janus.AsyncQueueShutDown:
+            raise self.channel._why() from None
+        finally:
+            activity.offer = None
+            activity.resume()
+
+    def close(self) -> None:
+        """Nothing more will be sent from here. Closing twice is allowed."""
+        if self._open:
+            self._open = False
+            self.channel._sender_left()
+
+    def _offering(self, message: Message) -> Activity:
+        if not self._open:
+            raise ValueError(f"channel {self.channel.name!r}: send after close")
+        activity = activity_here()
+        payload = message.payload
+        activity.offer = (message, 0, 0) if payload is ELSEWHERE else (message, payload_bytes(payload), 1)
+        return activity
+
+
+class Receiver:
+    """A receiving end. One worker owns it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._open = True
+        self._get = channel._store.sync_q.get
+
+    def receive(self) -> Message:
+        """The next message; blocks the calling thread while there is none.
+
+        Raises EndOfChannel after the last message, Cancelled if the run is torn down.
+        """
+        activity = self._receiving()
+        try:
+            return self._get()[0]
+        except janus.SyncQueueShutDown:
+            raise self.channel._why() from None
+        finally:
+            activity.offer = None
+            activity.resume()
+
+    async def areceive(self) -> Message:
+        """`receive` for a coroutine."""
+        activity = self._receiving()
+        try:
+            return (await self.channel._store.async_q.get())[0]
+        except janus.AsyncQueueShutDown:
+            raise self.channel._why() from None
+        finally:
+            activity.offer = None
+            activity.resume()
+
+    def _receiving(self) -> Activity:
+        if not self._open:
+            raise ValueError(f"channel {self.channel.name!r}: receive after close")
+        activity = activity_here()
+        activity.offer = _RECEIVING
+        return activity
+
+    def close(self) -> None:
+        """Nothing more will be received here. Closing twice is allowed."""
+        if self._open:
+            self._open = False
+            self.channel._receiver_left()

@@ -1,0 +1,72 @@
+"""The exceptions of dflash_pipe.
+
+Exception
+├── BadInput          YAML, data, checkpoint or command line: one line, exit code 2
+├── EndOfChannel      normal end: every sender closed and the channel is drained
+├── BrokenChannel     the peer is gone: nobody will ever receive what is sent
+├── Stalled           every worker waits on a channel and nothing moves
+└── WorkerKilled      a child process died without a word (signal, out of memory)
+BaseException
+└── Cancelled         the run is being torn down; never caught by a stage
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["BadInput", "BrokenChannel", "Cancelled", "EndOfChannel", "Stalled", "WorkerKilled", "nearest"]
+
+
+class BadInput(Exception):
+    """Something the user gave is wrong. `str()` is one line: where, what is wrong, what was expected.
+
+    `where` is `file:line`, `file: row N`, or `command line`; empty where no place is known yet (the caller that
+    knows it adds it with `at`).
+    """
+
+    def __init__(self, message: str, where: str = "") -> None:
+        super().__init__(message, where)
+        self.message = message
+        self.where = where
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+    def at(self, where: str, prefix: str = "") -> BadInput:
+        """The same complaint with its place, unless it has one already."""
+        if self.where:
+            return self
+        return BadInput(f"{prefix}: {self.message}" if prefix else self.message, where)
+
+
+class EndOfChannel(Exception):
+    """No more messages will come: the senders have closed and everything they sent was received."""
+
+
+class BrokenChannel(Exception):
+    """The receivers have left; what is sent can reach nobody."""
+
+
+class Stalled(Exception):
+    """Every worker waits on a channel, a gate or a turn, and nothing has moved for `stall_after` seconds."""
+
+
+class WorkerKilled(Exception):
+    """A child process ended without reporting a result."""
+
+
+class Cancelled(BaseException):
+    """Raised from a channel operation when another worker failed or the run was cancelled.
+
+    A BaseException, so that `except Exception` in a stage cannot swallow it.
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'layers'?)` for the closest known name, or the list of known names, or nothing."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    return f" (known: {', '.join(names)})" if names else ""

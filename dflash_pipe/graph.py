@@ -1,0 +1,292 @@
+"""YAML files -> Graph: stages, channels and workers as validated frozen values. Errors carry file:line.
+
+A dataflow file says what is computed (stages, channels, seed, window); a topology file extends it and says where
+(workers, capacities, credits). `load` reads and validates each value by itself; whether the graph makes sense as a
+whole is `dflash_pipe.check`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic_core
+
+from dflash_pipe.errors import BadInput, nearest
+from dflash_pipe.keys import ChannelKeys, CreditsKeys, GraphKeys, WorkerKeys, validate
+from dflash_pipe.located import Located, at, dumps, located, overlay, plain, read, under
+from dflash_pipe.names import missing, override, resolve, used
+from dflash_pipe.stage import FunctionStage, Signature, Stage
+from dflash_pipe.transport import Transport
+from dflash_pipe.use import load_object
+
+__all__ = [
+    "Capacity",
+    "ChannelSpec",
+    "Credits",
+    "Graph",
+    "PortRef",
+    "StageSpec",
+    "WorkerSpec",
+    "dump",
+    "fingerprint",
+    "load",
+]
+
+
+# --- what a graph is --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Room of a channel: messages, and bytes of their payloads (None: only messages are counted)."""
+
+    items: int = 2
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PortRef:
+    """An input port of a stage."""
+
+    stage: str
+    port: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.port}"
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """use: "module:Name" as written. make: the class or function. parameters: what `with:` gives, validated."""
+
+    name: str
+    use: str
+    make: type[Stage] | Callable[..., Any]
+    parameters: dict[str, Any]
+    signature: Signature
+    where: str = field(default="", compare=False)
+
+    def build(self) -> Stage:
+        """A new stage of its own: no two share a mutable parameter."""
+        parameters = copy.deepcopy(self.parameters)
+        made = self.make(**parameters) if inspect.isclass(self.make) else FunctionStage(self.make, **parameters)
+        assert isinstance(made, Stage)
+        return made
+
+
+@dataclass(frozen=True)
+class ChannelSpec:
+    """broadcast: every receiving replica gets every message. initial: tokens on it before the first message. group: handed on only in complete groups of so many messages."""
+
+    name: str
+    sender: str
+    receivers: tuple[PortRef, ...]
+    per: Literal["message", "window"] = "message"
+    broadcast: bool = False
+    initial: int = 0
+    capacity: Capacity = Capacity()
+    group: int = 1
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """stages: what it owns; they run in the order of the dataflow. device: stage -> one device name for each replica."""
+
+    name: str
+    stages: tuple[str, ...]
+    kind: Literal["thread", "async"] = "thread"
+    replicas: int = 1
+    device: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    take: Literal["first_free", "round_robin"] = "first_free"
+    order: Literal["input", "completion"] = "input"
+    turn: str | None = None
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Credits:
+    """How much may be in flight in the whole graph: messages, or windows (None: no such limit)."""
+
+    messages: int | None = None
+    windows: int | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """window: messages in one optimizer step; partial_window: whether a last one that is not full is stepped. threads: intra-op threads of every worker. stall_after: seconds without
+    any movement before the run is given up. snapshot: every so many windows. resolved: the merged YAML with its
+    overrides, before `${}`. files: what it was read from, in the order of overlaying."""
+
+    name: str
+    seed: int
+    window: int
+    partial_window: Literal["keep", "drop"]
+    threads: int | None
+    stall_after: float
+    snapshot: int | None
+    credits: Credits
+    transport: Transport = field(compare=False)
+    stages: dict[str, StageSpec]
+    channels: dict[str, ChannelSpec]
+    workers: dict[str, WorkerSpec]
+    resolved: dict[str, Any]
+    files: tuple[str, ...] = field(default=(), compare=False)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Graph:
+    """Read, overlay, override and validate. Raises `BadInput`: one line with the place.
+
+    files: later ones overlay earlier ones. overrides: `key=value`, the value is YAML, the key `stage.parameter`,
+    `worker.key`, `channel.key` or a full path.
+    """
+    tree, names = read(files)
+    tree = overlay(located({"name": Path(files[0]).stem, "seed": 0, "window": 1, "threads": None}, names[-1]), tree)
+    for text in overrides:
+        tree = override(tree, text)
+    resolved = plain(tree)
+    tree = resolve(tree)
+    keys: GraphKeys = validate(GraphKeys, tree, ())
+    transport = _transport(tree, keys)
+    workers = {name: _worker(tree, name, worker, transport) for name, worker in keys.workers.items()}
+    replicas = {stage: worker.replicas for worker in workers.values() for stage in worker.stages}
+    stages = {name: _stage(tree, name, stage.use, replicas.get(name, 1)) for name, stage in keys.stages.items()}
+    limits = keys.credits or CreditsKeys()
+    return Graph(
+        **keys.model_dump(include={"name", "seed", "window", "partial_window", "threads", "stall_after", "snapshot"}),
+        credits=Credits(limits.messages, limits.windows),
+        transport=transport,
+        stages=stages,
+        channels={name: _channel(tree, name, channel, stages) for name, channel in keys.channels.items()},
+        workers=workers,
+        resolved=resolved,
+        files=names,
+    )
+
+
+def dump(graph: Graph) -> str:
+    """YAML text of the whole graph; it loads to an equal graph from any folder."""
+    return dumps(graph.resolved)
+
+
+def fingerprint(graph: Graph) -> str:
+    """sha256 over what is computed: seed, window, stages with their parameters, and how channels connect them.
+
+    Equal for every topology of one dataflow. Parameters left at their default count like written ones.
+    """
+    stages = {
+        name: [spec.use, {k: default for k, (_, default) in spec.signature.parameters.items()} | spec.parameters]
+        for name, spec in graph.stages.items()
+    }
+    channels = sorted(
+        [c.sender, sorted(map(str, c.receivers)), c.per, c.broadcast, c.initial] for c in graph.channels.values()
+    )
+    computed = {"seed": graph.seed, "window": [graph.window, graph.partial_window]}
+    computed |= {"stages": stages, "channels": channels}
+    text = json.dumps(
+        pydantic_core.to_jsonable_python(computed, fallback=lambda value: type(value).__qualname__), sort_keys=True
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- from keys to specs -----------------------------------------------------------------------------------------------
+
+
+def _transport(tree: Located, keys: GraphKeys) -> Transport:
+    where, _ = at(tree, ("transport",))
+    try:
+        made = load_object(keys.transport)
+        if not (inspect.isclass(made) and issubclass(made, Transport)):
+            raise BadInput(f"{keys.transport} is not a Transport")
+        return made(keys.threads)
+    except BadInput as error:
+        raise error.at(where, "transport") from error
+
+
+def _worker(tree: Located, name: str, keys: WorkerKeys, transport: Transport) -> WorkerSpec:
+    path = ("workers", name)
+
+    def devices(stage: str) -> tuple[str, ...]:
+        written = keys.device.get(stage, keys.device.get("*", "auto"))
+        where, shown = at(tree, (*path, "device", stage))
+        try:
+            if isinstance(written, str):
+                return (transport.resolve(written),) * keys.replicas
+            return tuple(transport.resolve(device) for device in written)
+        except BadInput as error:
+            raise error.at(where, shown) from error
+
+    for stage in keys.device:
+        if stage != "*" and stage not in keys.stages:
+            where, shown = at(tree, (*path, "device", stage))
+            raise BadInput(f"{shown}: worker {name} has no stage {stage!r}{nearest(stage, keys.stages)}", where)
+    return WorkerSpec(
+        name=name,
+        stages=tuple(keys.stages),
+        device={stage: devices(stage) for stage in keys.stages},
+        where=at(tree, (*path, "stages"))[0],
+        **keys.model_dump(include={"kind", "replicas", "take", "order", "turn"}),
+    )
+
+
+def _stage(tree: Located, name: str, use: str, replicas: int) -> StageSpec:
+    where, _ = at(tree, ("stages", name, "use"))
+    made, sig = used(tree, name)
+    parameters = {}
+    for key, entry in under(tree, "stages", name, "with").items():
+        if key not in sig.parameters:
+            known = nearest(key, sig.parameters)
+            raise BadInput(f"stages.{name}.with.{key}: {made.__name__} has no parameter {key!r}{known}", entry.where)
+        parameters[key] = validate(sig.parameters[key][0], tree, ("stages", name, "with", key))
+    absent = [k for k, (_, value) in sig.parameters.items() if value is dataclasses.MISSING and k not in parameters]
+    if absent:
+        raise missing(tree, name, absent)
+    spec = StageSpec(name, use, made, parameters, sig, where)
+    try:
+        spec.build().check(replicas)
+    except BadInput as error:
+        raise error.at(where, f"stages.{name}") from error
+    except ValueError as error:
+        raise BadInput(f"stages.{name}: {' '.join(str(error).split())}", where) from error
+    return spec
+
+
+def _channel(tree: Located, name: str, keys: ChannelKeys, stages: dict[str, StageSpec]) -> ChannelSpec:
+    path = ("channels", name)
+    if keys.from_ not in stages:
+        where, shown = at(tree, (*path, "from"))
+        raise BadInput(f"{shown}: no stage {keys.from_!r}{nearest(keys.from_, stages)}", where)
+    where, shown = at(tree, (*path, "to"))
+
+    def port(written: str) -> PortRef:
+        stage, dot, name = written.partition(".")
+        if stage not in stages:
+            raise BadInput(f"{shown}: no stage {stage!r}{nearest(stage, stages)}", where)
+        ports = stages[stage].signature.inputs
+        if not ports:
+            raise BadInput(f"{shown}: {stage} is a source and receives nothing", where)
+        if dot and name not in ports:
+            raise BadInput(f"{shown}: {stage} has no port {name!r}{nearest(name, ports)}", where)
+        if not dot and len(ports) > 1:
+            raise BadInput(f"{shown}: {stage} has several ports: {', '.join(f'{stage}.{p}' for p in ports)}", where)
+        return PortRef(stage, name or next(iter(ports)))
+
+    return ChannelSpec(
+        name=name,
+        sender=keys.from_,
+        receivers=tuple(map(port, keys.to)),
+        capacity=Capacity(keys.capacity.items, keys.capacity.bytes),
+        where=where,
+        **keys.model_dump(include={"per", "broadcast", "initial", "group"}),
+    )

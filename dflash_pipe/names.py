@@ -1,0 +1,163 @@
+"""Names in the graph: `key=value` overrides and `${...}` references.
+
+`stage.parameter` stands for `stages.STAGE.with.PARAMETER` in both; an override may also say `worker.key` or
+`channel.key`; a full path from the top of the file always works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import replace
+from typing import Any
+
+import pydantic_core
+
+from dflash_pipe.errors import BadInput, nearest
+from dflash_pipe.keys import KEYS
+from dflash_pipe.located import SECTIONS, Located, dumps, located, overlay, parse, plain, under
+from dflash_pipe.stage import Signature, signature
+from dflash_pipe.use import load_object
+
+__all__ = ["missing", "override", "resolve", "used"]
+
+COMMAND_LINE = "command line"
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+Path = tuple[str, ...]
+
+
+def override(tree: Located, text: str) -> Located:
+    """The tree with `key=value` laid over it; the value is YAML. Raises `BadInput`."""
+    key, equals, written = text.partition("=")
+    if not equals or not key:
+        raise BadInput(f"{text!r}: expected key=value", COMMAND_LINE)
+    try:
+        value = parse(written, lambda line: "") or Located(None, "")
+    except BadInput as error:
+        raise error.at(COMMAND_LINE, text) from error
+    value = located(plain(value), COMMAND_LINE)
+    for part in reversed(_full_path(tree, key)):
+        value = Located({part: value}, COMMAND_LINE)
+    return replace(overlay(tree, value), where=tree.where)
+
+
+def _full_path(tree: Located, key: str) -> Path:
+    first, *rest = parts = key.split(".")
+    if first in KEYS[""]:
+        inside = under(tree, first)
+        if first in SECTIONS and len(rest) > 1 and rest[0] not in inside:
+            raise BadInput(f"{key}: no {first[:-1]} {rest[0]!r}{nearest(rest[0], inside)}", COMMAND_LINE)
+        return tuple(parts)
+    means: dict[str, list[Path]] = {}
+    for section in SECTIONS:
+        if first in under(tree, section):
+            known = used(tree, first)[1].parameters if section == "stages" else KEYS[section]
+            path = (section, first, "with") if section == "stages" else (section, first)
+            for name in known:
+                means.setdefault(name, []).append((*path, name))
+    if not means and not any(first in under(tree, section) for section in SECTIONS):
+        names = [*KEYS[""], *(name for section in SECTIONS for name in under(tree, section))]
+        raise BadInput(f"{key}: no key, stage, worker or channel {first!r}{nearest(first, names)}", COMMAND_LINE)
+    found = means.get(rest[0], []) if rest else []
+    if not found:
+        what = f"{first} has no {rest[0]!r}{nearest(rest[0], means)}" if rest else f"expected {first}.KEY=value"
+        raise BadInput(f"{key}: {what}", COMMAND_LINE)
+    if len(found) > 1:
+        raise BadInput(f"{key} is ambiguous: write {' or '.join('.'.join(path) for path in found)}", COMMAND_LINE)
+    return (*found[0], *rest[1:])
+
+
+def resolve(tree: Located) -> Located:
+    """Replace every `${stage.parameter}`, `${stage}` (its whole `with:`) and `${full.path}`.
+
+    A reference that is the whole value keeps its type; inside a string it becomes text. A parameter that `with:` does
+    not give stands for its default. Raises `BadInput` for unknown and circular references.
+    """
+    return _resolved(tree, tree, (), ())
+
+
+def _resolved(tree: Located, entry: Located, path: Path, active: tuple[Path, ...]) -> Located:
+    """entry, found at path, without references. active: the references being followed."""
+    if isinstance(entry.value, dict):
+        return replace(entry, value={k: _resolved(tree, v, (*path, k), active) for k, v in entry.value.items()})
+    if isinstance(entry.value, list):
+        items = enumerate(entry.value)
+        return replace(entry, value=[_resolved(tree, v, (*path, str(i)), active) for i, v in items])
+    if not isinstance(entry.value, str):
+        return entry
+
+    def look(match: re.Match[str]) -> Located:
+        try:
+            target, found = _find(tree, match[1])
+            if target in active:
+                circle = [*active[active.index(target) :], target]
+                raise BadInput(f"references go in a circle: {' → '.join(map('.'.join, circle))}")
+            return replace(_resolved(tree, found, target, (*active, target)), where=entry.where)
+        except BadInput as error:
+            raise error.at(entry.where, f"{'.'.join(path)}: {match[0]}") from error
+
+    def text(match: re.Match[str]) -> str:
+        value = look(match).value
+        if isinstance(value, dict | list):
+            raise BadInput(f"{'.'.join(path)}: {match[0]} is not a single value", entry.where)
+        return value if isinstance(value, str) else dumps(value).split("\n")[0]
+
+    whole = _REFERENCE.fullmatch(entry.value)
+    return look(whole) if whole else replace(entry, value=_REFERENCE.sub(text, entry.value))
+
+
+def _find(tree: Located, name: str) -> tuple[Path, Located]:
+    """The full path that a reference means, and what is there."""
+    path = tuple(name.split("."))
+    if path[0] not in tree.value:
+        stages = under(tree, "stages")
+        if path[0] not in stages:
+            raise BadInput(f"no stage or key {path[0]!r}{nearest(path[0], [*stages, *tree.value])}")
+        path = ("stages", path[0], "with", *path[1:])
+    if path[0] == "stages" and path[2:3] == ("with",) and path[1] in under(tree, "stages"):
+        given = under(tree, *path[:3])
+        if len(path) == 3:
+            return path, Located(given, "")
+        if len(path) == 4 and path[3] not in given:
+            return path, _default(tree, path[1], path[3])
+    found = tree
+    for depth, part in enumerate(path):
+        inside = found.value if isinstance(found.value, dict) else {}
+        if part not in inside:
+            raise BadInput(f"{'.'.join(path[:depth])} has no {part!r}{nearest(part, inside)}")
+        found = inside[part]
+    return path, found
+
+
+def _default(tree: Located, stage: str, parameter: str) -> Located:
+    made, sig = used(tree, stage)
+    if parameter not in sig.parameters:
+        raise BadInput(f"{made.__name__} has no parameter {parameter!r}{nearest(parameter, sig.parameters)}")
+    default = sig.parameters[parameter][1]
+    if default is dataclasses.MISSING:
+        raise missing(tree, stage, [parameter])
+    return located(pydantic_core.to_jsonable_python(default), "")
+
+
+def used(tree: Located, stage: str) -> tuple[Any, Signature]:
+    """The class or function of a stage of a merged tree, and what it takes and sends. Raises `BadInput`."""
+    use = under(tree, "stages", stage).get("use")
+    if use is None or not isinstance(use.value, str):
+        where = tree.value["stages"].value[stage].where
+        raise BadInput(f'stages.{stage}: expected use: "module:Name"', where)
+    try:
+        made = load_object(use.value)
+        return made, signature(made)
+    except BadInput as error:
+        raise error.at(use.where, f"stages.{stage}.use") from error
+    except (TypeError, NameError) as error:
+        raise BadInput(f"stages.{stage}.use: {use.value} is no stage: {error}", use.where) from error
+
+
+def missing(tree: Located, stage: str, parameters: list[str]) -> BadInput:
+    """The complaint about required parameters that `with:` does not give."""
+    written = " and ".join(map(repr, parameters))
+    made, _ = used(tree, stage)
+    where = under(tree, "stages", stage)["use"].where
+    example = f"in a file, or {stage}.{parameters[0]}=... on the command line"
+    return BadInput(f"stages.{stage}.with: {made.__name__} needs {written} ({example})", where)

@@ -1,0 +1,197 @@
+"""Graph -> Plan: which worker replicas there are, what each runs, and how every message gets from end to end.
+
+Pure: nothing is opened. `Plan.table()` and `Plan.mermaid()` show it to a person.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_pipe.graph import ChannelSpec, Graph, PortRef, WorkerSpec
+
+__all__ = ["Plan", "RoutePlan", "StationPlan", "WorkerPlan", "plan", "rate", "stage_order"]
+
+Rate = Literal["message", "window"]
+# A merge that may hold back 3 messages a replica keeps replicas busy when their times vary; with 1 a replica, restoring
+# order can cost as much again as the work itself.
+REORDER = 3
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """One channel towards one of its receiving ports.
+
+    kind: `local` (both stages on one worker: no queue), `shared` (one queue, first free takes), `dealt` (a queue for
+    each receiving replica, by slot), `broadcast` (every replica gets every message), `gathered` (one message from each
+    sending replica makes one). senders, receivers: replicas at its ends. merge: input order is restored on receipt.
+    restamp: messages are numbered anew in the order of arrival.
+    """
+
+    name: str
+    channel: ChannelSpec
+    to: PortRef
+    kind: Literal["local", "shared", "dealt", "broadcast", "gathered"]
+    senders: int
+    receivers: int
+    merge: bool
+    restamp: bool
+
+    @property
+    def feedback(self) -> bool:
+        return self.channel.initial > 0
+
+
+@dataclass(frozen=True)
+class StationPlan:
+    """A stage in its place. rate: fires once a message, or once a window. ends: the stream ends here (at this rate)."""
+
+    stage: str
+    rate: Rate
+    device: str
+    ends: bool
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One replica of a worker. reorder: how far ahead of the next merge it may start on a message; None: any."""
+
+    spec: WorkerSpec
+    replica: int
+    stations: tuple[StationPlan, ...]
+    reorder: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.name}[{self.replica}]" if self.spec.replicas > 1 else self.spec.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    graph: Graph
+    workers: tuple[WorkerPlan, ...]
+    routes: tuple[RoutePlan, ...]
+
+    def table(self) -> str:
+        """Two aligned text tables: workers and channels."""
+        workers: list[tuple[str, ...]] = [("worker", "kind", "stages", "device", "takes", "notes")]
+        for w in self.workers:
+            stages = ", ".join(s.stage for s in w.stations)
+            devices = ", ".join(dict.fromkeys(s.device for s in w.stations))
+            takes = f"{w.spec.take}, {w.spec.order} order" if w.spec.replicas > 1 else ""
+            notes = [f"turn {w.spec.turn}"] if w.spec.turn else []
+            notes += [f"at most {w.reorder} ahead of the merge"] if w.reorder else []
+            workers.append((w.name, w.spec.kind, stages, devices, takes, "; ".join(notes)))
+        channels: list[tuple[str, ...]] = [("channel", "from", "to", "per", "how", "capacity", "notes")]
+        for r in self.routes:
+            capacity = str(r.channel.capacity.items) if r.kind != "local" else "-"
+            if r.channel.capacity.bytes and r.kind != "local":
+                capacity += f", {r.channel.capacity.bytes:,} bytes"
+            channels.append((r.name, r.channel.sender, str(r.to), r.channel.per, _how(r), capacity, _notes(r)))
+        limits = self.graph.credits
+        credit = [f"{n} {what}" for n, what in ((limits.messages, "messages"), (limits.windows, "windows")) if n]
+        head = f"graph {self.graph.name}: window of {self.graph.window}, seed {self.graph.seed}"
+        head += f", credits {' and '.join(credit)}" if credit else ""
+        return "\n".join([head, "", *_aligned(workers), "", *_aligned(channels)])
+
+    def mermaid(self) -> str:
+        """A flowchart: a box for each worker with its stages, an arrow for each channel (dotted: feedback)."""
+        lines = ["flowchart LR"]
+        for spec in self.graph.workers.values():
+            title = spec.name if spec.replicas == 1 else f"{spec.name} x{spec.replicas}"
+            lines.append(f'  subgraph w_{spec.name}["{title}"]')
+            lines += [f'    {stage}["{stage}"]' for stage in spec.stages]
+            lines.append("  end")
+        for r in self.routes:
+            per = "" if r.channel.per == "message" else " / window"
+            arrow = "-." if r.feedback else "--"
+            lines.append(f'  {r.channel.sender} {arrow} "{r.channel.name}{per}" {arrow[::-1]}> {r.to.stage}')
+        return "\n".join(lines)
+
+
+def rate(graph: Graph, stage: str) -> Rate:
+    """How often a stage fires: once a message if it is a source or reads a per-message channel, else once a window."""
+    if graph.stages[stage].signature.source:
+        return "message"
+    inputs = [c.per for c in graph.channels.values() for to in c.receivers if to.stage == stage]
+    return "message" if "message" in inputs else "window"
+
+
+def stage_order(graph: Graph) -> tuple[str, ...]:
+    """All stages so that each comes after those that feed it (feedback aside); otherwise as the file lists them."""
+    before = {name: set[str]() for name in graph.stages}
+    for channel in graph.channels.values():
+        if channel.initial == 0:
+            for to in channel.receivers:
+                before[to.stage].add(channel.sender)
+    ordered: list[str] = []
+    while len(ordered) < len(before):
+        ready = [name for name in before if name not in ordered and before[name] <= set(ordered)]
+        if not ready:
+            raise ValueError(f"a cycle without a token among {sorted(set(before) - set(ordered))}")
+        ordered.append(ready[0])
+    return tuple(ordered)
+
+
+def plan(graph: Graph) -> Plan:
+    """Lay out a checked graph."""
+    place = {stage: worker for worker in graph.workers.values() for stage in worker.stages}
+    routes = tuple(_route(graph, channel, to, place) for channel in graph.channels.values() for to in channel.receivers)
+    order = stage_order(graph)
+    workers = []
+    for spec in graph.workers.values():
+        merged = any(r.merge and place[r.channel.sender] is spec for r in routes)
+        reorder = REORDER * spec.replicas if merged and spec.take == "first_free" else None
+        for replica in range(spec.replicas):
+            stations = tuple(
+                StationPlan(stage, rate(graph, stage), spec.device[stage][replica], _ends(graph, stage))
+                for stage in order
+                if stage in spec.stages
+            )
+            workers.append(WorkerPlan(spec, replica, stations, reorder))
+    return Plan(graph, tuple(workers), routes)
+
+
+def _route(graph: Graph, channel: ChannelSpec, to: PortRef, place: dict[str, WorkerSpec]) -> RoutePlan:
+    sender, receiver = place[channel.sender], place[to.stage]
+    kind: Literal["local", "shared", "dealt", "broadcast", "gathered"] = "shared"
+    merge = restamp = False
+    if sender is receiver:
+        kind = "local"
+    elif channel.per == "window" and sender.replicas > 1:
+        kind = "gathered"
+    elif receiver.replicas > 1 and channel.broadcast:
+        kind = "broadcast"
+    elif receiver.replicas > 1 and receiver.take == "round_robin":
+        kind = "dealt"
+    if kind not in ("local", "gathered") and sender.replicas > 1:
+        single = receiver.replicas == 1 or kind in ("dealt", "broadcast")
+        merge = sender.order == "input" and single
+        restamp = sender.order == "completion"
+    name = channel.name if len(channel.receivers) == 1 else f"{channel.name}->{to.stage}"
+    return RoutePlan(name, channel, to, kind, sender.replicas, receiver.replicas, merge, restamp)
+
+
+def _ends(graph: Graph, stage: str) -> bool:
+    """Whether nothing of the stage's own rate goes on from it, feedback aside."""
+    own = rate(graph, stage)
+    return not any(c.sender == stage and c.per == own and c.initial == 0 for c in graph.channels.values())
+
+
+def _how(route: RoutePlan) -> str:
+    ends = "" if route.senders == route.receivers == 1 else f" {route.senders}:{route.receivers}"
+    return f"{route.kind}{ends}{', merged' if route.merge else ''}{', by completion' if route.restamp else ''}"
+
+
+def _notes(route: RoutePlan) -> str:
+    notes = []
+    if route.feedback:
+        notes.append(f"feedback, staleness {route.channel.initial - 1}")
+    if route.channel.group > 1:
+        notes.append(f"groups of {route.channel.group}")
+    return "; ".join(notes)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

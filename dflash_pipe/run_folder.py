@@ -1,0 +1,68 @@
+"""A run's folder, `runs/NAME/`: the resolved graph, the log, the metrics, the snapshots. One run at a time uses it.
+
+graph.yaml      the graph as it ran: files, overlays and overrides merged
+metrics.jsonl   one line for each report of a stage, with the time
+log.txt         what was run when, how it ended, tracebacks
+snapshots/      see dflash_pipe.snapshot
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from dflash_pipe.errors import BadInput
+
+__all__ = ["RunFolder", "fresh"]
+
+
+def fresh(root: Path, name: str, *, chosen: bool) -> Path:
+    """`root/name`; if it exists already: an error for a name that the user chose, else the first free `name-N`."""
+    path = root / name
+    if not path.exists():
+        return path
+    if chosen:
+        raise BadInput(f"{path} exists already: choose another name=, or go on with --resume {path}")
+    number = 2
+    while (root / f"{name}-{number}").exists():
+        number += 1
+    return root / f"{name}-{number}"
+
+
+class RunFolder:
+    """An opened and locked run folder. Raises BadInput if it is in use or cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = (path / ".lock").open("a")
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be used as a run folder ({error.strerror})") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise BadInput(f"{path} is in use by another run: wait for it, or choose another name=") from error
+        self._metrics = (path / "metrics.jsonl").open("a")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._metrics.close()
+        self._lock.close()
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        self._metrics.write(json.dumps({"time": round(time.time(), 3), **metrics}, default=str) + "\n")
+        self._metrics.flush()
+
+    def log(self, text: str) -> None:
+        """Append to log.txt, with the time."""
+        with (self.path / "log.txt").open("a") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

@@ -1,0 +1,292 @@
+"""One run of a plan: start the workers, watch them, end them together.
+
+- Every worker opens its stages in turn, nothing else runs meanwhile; then all start.
+- The first failure cancels every channel and gate; all workers are joined; one ExceptionGroup tells what failed where.
+- If every worker waits and nothing moves for `stall_after` seconds, that is a failure too: `Stalled` says who waits on
+  what.
+- SIGINT or SIGTERM: the source ends at the next window, the stream drains, the snapshot is written. A second signal
+  cancels.
+
+The calling thread only supervises: it waits for reports on one queue, so signals are handled at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dflash_pipe.errors import BadInput, Cancelled, Stalled
+from dflash_pipe.graph import fingerprint
+from dflash_pipe.message import Stamp
+from dflash_pipe.plan import Plan
+from dflash_pipe.snapshot import Snapshot
+from dflash_pipe.stats import BUSY, View, be, shares
+from dflash_pipe.wiring import Origin, wire
+from dflash_pipe.worker import Worker, drive
+
+__all__ = ["Result", "Run"]
+
+# How long a cancelled worker may go on computing before the run reports it as left behind.
+_JOIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. stopped: the signal that asked it to stop, or None. unfinished: micro-batches of a partial last
+    window that were not stepped. left_behind: workers that did not end in time."""
+
+    view: View
+    stopped: signal.Signals | None
+    cancelled: bool
+    snapshot: Path | None
+    unfinished: int
+    left_behind: tuple[str, ...]
+
+
+class Run:
+    """A plan, run once, in `folder`. `restored` goes on after a snapshot of the same dataflow.
+
+    Raises BadInput if the snapshot belongs to another dataflow.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, restored: Snapshot | None = None) -> None:
+        mark = fingerprint(plan.graph)
+        if restored is not None and restored.fingerprint != mark:
+            raise BadInput("the snapshot is of another dataflow (stages, parameters, window or seed differ)")
+        self.plan = plan
+        self.metrics: dict[str, Any] = {}
+        self.on_report: Callable[[dict[str, Any]], None] = lambda metrics: None
+        self._stopping = threading.Event()
+        self._stopped: signal.Signals | None = None
+        self._cancelled = False
+        self._torn_down: float | None = None
+        origin = Origin(folder, restored, self._report, self._stopping.is_set)
+        self._start = origin.start
+        self._restored = restored.state if restored else None
+        self._wiring = wire(plan, origin, mark)
+        self._events: queue.SimpleQueue[str | signal.Signals] = queue.SimpleQueue()
+        self._open_turns = [threading.Event() for _ in self._wiring.workers]
+        self._all_open = threading.Event()
+        self._failures: list[BaseException] = []
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """Ask the source to end at the next window; `execute` returns when the stream has drained."""
+        self._stopping.set()
+
+    def cancel(self) -> None:
+        """Tear the run down: everybody who waits is woken, nothing more is computed."""
+        self._cancelled = True
+        self._tear_down()
+
+    def view(self) -> View:
+        """What every worker and channel is doing at this moment."""
+        workers = self._wiring.workers
+        return View(
+            run=self.plan.graph.name,
+            elapsed=time.perf_counter() - self._began,
+            window=int(self.metrics.get("step", 0)),
+            workers=tuple(shares(w.activity, tuple(s.plan.stage for s in w.stations)) for w in workers),
+            channels=tuple(channel.load for channel in self._wiring.channels),
+            metrics=dict(self.metrics),
+        )
+
+    def execute(self, *, signals: bool = False) -> Result:
+        """Run to the end and return how it ended. Raises an ExceptionGroup of what failed, with notes.
+
+        signals: take SIGINT and SIGTERM (main thread only).
+        """
+        with self._listening(signals):
+            threads = self._threads()
+            for thread in threads:
+                thread.start()
+            self._open_turns[0].set()
+            self._supervise(len(threads))
+        left = self._join(threads)
+        if self._failures:
+            raise self._group()
+        return Result(
+            view=self.view(),
+            stopped=self._stopped,
+            cancelled=self._cancelled,
+            snapshot=self._wiring.snapshots.written if self._wiring.snapshots else None,
+            unfinished=sum(w.unfinished for w in self._wiring.workers),
+            left_behind=left,
+        )
+
+    # --- workers
+
+    def _threads(self) -> list[threading.Thread]:
+        """A thread for each thread worker, and one for all coroutines together."""
+        bodies: list[tuple[str, Callable[[], None]]] = []
+        coroutines: list[tuple[int, Worker]] = []
+        for number, worker in enumerate(self._wiring.workers):
+            if self._wiring.kinds[worker.name] == "async":
+                coroutines.append((number, worker))
+            else:
+                bodies.append((worker.name, lambda n=number, w=worker: drive(self._live(n, w))))  # type: ignore[misc]
+        if coroutines:
+            bodies.append(("coroutines", lambda: asyncio.run(self._together(coroutines))))
+        context = contextvars.copy_context()
+        # Daemons, so that a stage that never returns cannot keep the process alive; all are joined below.
+        return [
+            threading.Thread(target=context.copy().run, args=(self._thread, body), name=name, daemon=True)
+            for name, body in bodies
+        ]
+
+    def _thread(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:  # a fault of the runtime itself must not leave the others waiting
+            self._failed(error, "")
+        finally:
+            self._events.put("a thread ended")
+
+    async def _together(self, workers: list[tuple[int, Worker]]) -> None:
+        for number, worker in workers:
+            await asyncio.to_thread(self._open_turns[number].wait)
+            self._open(number, worker)
+        await asyncio.to_thread(self._all_open.wait)
+        await asyncio.gather(*(self._working(worker) for _, worker in workers))
+
+    async def _live(self, number: int, worker: Worker) -> None:
+        self._open_turns[number].wait()
+        self._open(number, worker)
+        self._all_open.wait()
+        await self._working(worker)
+
+    def _open(self, number: int, worker: Worker) -> None:
+        """Opens are serial: imports, tuning and graph capture want the machine for themselves."""
+        be(worker.activity)
+        try:
+            if not self._failures and not self._cancelled:
+                worker.open(self._restored)
+        except Exception as error:
+            self._failed(error, worker.activity.place, worker)
+        finally:
+            last = number + 1 == len(self._open_turns)
+            (self._all_open if last else self._open_turns[number + 1]).set()
+
+    async def _working(self, worker: Worker) -> None:
+        be(worker.activity)
+        worker.activity.restart_clock()
+        index, window = self._start
+        try:
+            if not self._failures and not self._cancelled:
+                stamp = Stamp(index - 1, window - 1, self.plan.graph.window - 1, True)
+                await worker.send_first_tokens(self._wiring.feedback[worker.name], stamp)
+                await worker.run()
+        except Cancelled:
+            pass
+        except BaseException as error:
+            self._failed(error, worker.activity.place, worker)
+        finally:
+            try:
+                worker.close()
+            except Exception as error:
+                self._failed(error, "close", worker)
+            worker.activity.end()
+
+    def _failed(self, error: BaseException, place: str, worker: Worker | None = None) -> None:
+        """Record what failed where, with every channel's depth, and tear the rest down."""
+        if worker is not None:
+            error.add_note(f"in worker {worker.name}: {place}")
+        if not self._failures:
+            depths = ", ".join(f"{c.name} {c.depth}/{c.capacity}" for c in self.view().channels)
+            error.add_note(f"channels: {depths}" if depths else "no channels")
+        self._failures.append(error)
+        self._tear_down()
+
+    def _tear_down(self) -> None:
+        if self._torn_down is None:
+            self._torn_down = time.perf_counter()
+        self._wiring.cancel()
+
+    # --- supervision
+
+    def _supervise(self, threads: int) -> None:
+        stall_after = self.plan.graph.stall_after
+        still_since, seen = time.perf_counter(), -1
+        while threads and not self._overdue():
+            try:
+                event = self._events.get(timeout=min(stall_after / 4, 1.0))
+            except queue.Empty:
+                changes = self._changes_if_all_wait()
+                if changes is None or changes != seen:
+                    still_since, seen = time.perf_counter(), -1 if changes is None else changes
+                elif time.perf_counter() - still_since >= stall_after and not self._failures:
+                    self._failed(Stalled(self._who_waits()), "")
+                continue
+            if isinstance(event, signal.Signals):
+                self._signalled(event)
+            else:
+                threads -= 1
+
+    def _overdue(self) -> bool:
+        """Whether a torn-down run has waited long enough for workers that still compute."""
+        return self._torn_down is not None and time.perf_counter() - self._torn_down > _JOIN_SECONDS
+
+    def _changes_if_all_wait(self) -> int | None:
+        """A count that stands still while nobody gets what it waits for; None if anybody is busy."""
+        activities = [w.activity for w in self._wiring.workers if not w.activity.done]
+        if not activities or any(a.state is BUSY for a in activities):
+            return None
+        return sum(a.changes for a in activities)
+
+    def _who_waits(self) -> str:
+        now = time.perf_counter()
+        waits = (
+            f"{a.worker} waits for {a.waits_for} since {now - a.since:.1f} s"
+            for a in (w.activity for w in self._wiring.workers)
+            if not a.done
+        )
+        return "nothing moves: " + "; ".join(waits)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self._stopped is None:
+            self._stopped = number
+            self.stop()
+        else:
+            self.cancel()
+
+    @contextmanager
+    def _listening(self, signals: bool) -> Iterator[None]:
+        if not signals:
+            yield
+            return
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            self._events.put(signal.Signals(number))  # SimpleQueue.put may be called from a signal handler
+
+        before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for s, old in before.items():
+                signal.signal(s, old)
+
+    def _join(self, threads: list[threading.Thread]) -> tuple[str, ...]:
+        for thread in threads:  # each has reported its end, unless it is overdue
+            thread.join(0.0 if self._overdue() else 10.0)
+        return tuple(thread.name for thread in threads if thread.is_alive())
+
+    def _group(self) -> BaseExceptionGroup[BaseException]:
+        """All failures as one group, without the frames, which would keep the stages' tensors alive."""
+        for failure in self._failures:
+            traceback.clear_frames(failure.__traceback__)
+        return BaseExceptionGroup(f"run {self.plan.graph.name} failed", self._failures)
+
+    def _report(self, metrics: dict[str, Any]) -> None:
+        self.metrics = {**self.metrics, **metrics}
+        self.on_report(metrics)

@@ -1,0 +1,117 @@
+"""Snapshots: the source's cursor together with the one stage state, written whole or not at all.
+
+    runs/NAME/snapshots/window-00000040/
+        snapshot.json       next index and window, cursor, plain values of the state, fingerprint of the dataflow
+        state.safetensors   its arrays
+
+What was in flight behind the cursor is computed again after a resume, so no other stage needs a state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from dflash_pipe.errors import BadInput
+from dflash_pipe.message import Message
+from dflash_pipe.stage import Stage
+
+__all__ = ["Snapshot", "Snapshots", "newest", "read", "write"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """index, window: of the first message after it. cursor: where the source goes on. state: of the stateful stage."""
+
+    index: int
+    window: int
+    cursor: Any
+    state: dict[str, Any]
+    fingerprint: str
+
+
+def write(folder: Path, snapshot: Snapshot) -> Path:
+    """Write `folder/window-N` atomically: a kill at any moment leaves the old snapshots and perhaps a `.tmp` folder."""
+    target = folder / f"window-{snapshot.window:08d}"
+    partial = target.with_suffix(".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    arrays = {k: np.ascontiguousarray(v) for k, v in snapshot.state.items() if isinstance(v, np.ndarray)}
+    save_file(arrays, partial / "state.safetensors")
+    about = {
+        "format": _FORMAT,
+        "index": snapshot.index,
+        "window": snapshot.window,
+        "cursor": snapshot.cursor,
+        "state": {k: v for k, v in snapshot.state.items() if k not in arrays},
+        "fingerprint": snapshot.fingerprint,
+    }
+    (partial / "snapshot.json").write_text(json.dumps(about, indent=1))
+    for file in partial.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    if target.exists():  # the same window again, after a resume from an older snapshot
+        shutil.rmtree(target)
+    partial.rename(target)
+    return target
+
+
+def newest(run_folder: Path) -> Path:
+    """The newest snapshot of a run. Raises BadInput if it has none."""
+    if not run_folder.is_dir():
+        raise BadInput(f"{run_folder}: no such run folder")
+    found = sorted(p for p in (run_folder / "snapshots").glob("window-*") if p.suffix != ".tmp")
+    if not found:
+        raise BadInput(f"{run_folder}: nothing to resume, it has no snapshot")
+    return found[-1]
+
+
+def read(folder: Path) -> Snapshot:
+    """Raises BadInput, one line, if it is not a whole snapshot of a known format."""
+    try:
+        about = json.loads((folder / "snapshot.json").read_text())
+        if about["format"] != _FORMAT:
+            raise BadInput(f"{folder}: snapshot format {about['format']}, expected {_FORMAT}")
+        arrays = load_file(folder / "state.safetensors")
+        state = {**about["state"], **arrays}
+        return Snapshot(about["index"], about["window"], about["cursor"], state, about["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise BadInput(f"{folder}: not a whole snapshot ({type(error).__name__}: {error})") from error
+
+
+class Snapshots:
+    """When to write: every `every` windows (None: only at the end), and at the end if anything has happened since.
+
+    Keeps the newest `keep` snapshots of this run.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, every: int | None, keep: int = 2) -> None:
+        self.written: Path | None = None
+        self._folder, self._fingerprint, self._every, self._keep = folder, fingerprint, every, keep
+        self._unsaved: Message | None = None
+
+    def window_done(self, stage: Stage, message: Message) -> None:
+        """The stage has finished the window that `message` ends."""
+        self._unsaved = message
+        if self._every is not None and (message.stamp.window + 1) % self._every == 0:
+            self.finish(stage)
+
+    def finish(self, stage: Stage) -> None:
+        """Write what is not saved yet."""
+        message, self._unsaved = self._unsaved, None
+        if message is not None:
+            stamp = message.stamp
+            snapshot = Snapshot(stamp.index + 1, stamp.window + 1, message.cursor, stage.state(), self._fingerprint)
+            self.written = write(self._folder, snapshot)
+            for old in sorted(p for p in self._folder.glob("window-*") if p.suffix != ".tmp")[: -self._keep]:
+                shutil.rmtree(old)

@@ -1,0 +1,151 @@
+"""Who does what, who waits on whom since when, and how much passed: the numbers that every run measures.
+
+An `Activity` is one worker's clock. Its three shares sum to 1: busy, starved (waits for input, a turn or a credit),
+blocked (waits for room). It is flipped back to busy by the channel under the channel's own lock, so that a watchdog
+that reads every activity twice never sees a worker waiting for something that it already has.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+__all__ = [
+    "BLOCKED",
+    "BUSY",
+    "STARVED",
+    "Activity",
+    "ChannelLoad",
+    "View",
+    "WorkerShares",
+    "activity_here",
+    "be",
+    "shares",
+]
+
+BUSY, STARVED, BLOCKED = "busy", "starved", "blocked"
+
+
+class Activity:
+    """What one worker does now, and how its time was spent so far."""
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.state = BUSY
+        self.waits_for = ""
+        self.since = perf_counter()
+        self.changes = 0
+        self.items = 0
+        self.done = False
+        self.place = "opening"
+        self.offer: Any = None  # what the channel operation under way brings (its parcel), or that it receives
+        self._spent = {BUSY: 0.0, STARVED: 0.0, BLOCKED: 0.0}
+
+    def wait(self, state: str, waits_for: str) -> None:
+        """From now on the worker waits; `waits_for` says for what ("input of 'features'")."""
+        now = perf_counter()
+        self._spent[self.state] += now - self.since
+        self.since, self.state, self.waits_for = now, state, waits_for
+
+    def resume(self) -> None:
+        """The worker has what it waited for."""
+        if self.state is not BUSY:
+            now = perf_counter()
+            self._spent[self.state] += now - self.since
+            self.since, self.state = now, BUSY
+            self.changes += 1
+
+    def restart_clock(self) -> None:
+        """Forget the time spent so far (opening is not work)."""
+        self.since = perf_counter()
+        self._spent = dict.fromkeys(self._spent, 0.0)
+
+    def end(self) -> None:
+        """The worker has left; its clock stops."""
+        self.wait(BUSY, "")
+        self.done = True
+
+    def spent(self) -> dict[str, float]:
+        """Seconds in each state until now."""
+        seconds = dict(self._spent)
+        if not self.done:
+            seconds[self.state] += perf_counter() - self.since
+        return seconds
+
+
+_current: ContextVar[Activity] = ContextVar("activity")
+
+
+def activity_here() -> Activity:
+    """The activity of the worker that runs here (thread or coroutine); code outside any worker gets one of its own."""
+    try:
+        return _current.get()
+    except LookupError:
+        return be(Activity("outside"))
+
+
+def be(activity: Activity) -> Activity:
+    """From now on this thread or coroutine is that worker."""
+    _current.set(activity)
+    return activity
+
+
+@dataclass(frozen=True)
+class WorkerShares:
+    """One worker replica: shares of its time since it opened (they sum to 1), what it does now and since when."""
+
+    name: str
+    stages: tuple[str, ...]
+    busy: float
+    starved: float
+    blocked: float
+    items: int
+    seconds: float
+    now: str
+
+
+@dataclass(frozen=True)
+class ChannelLoad:
+    """A channel's depth in messages and bytes, its capacity, and how many messages have passed."""
+
+    name: str
+    depth: int
+    capacity: int
+    nbytes: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class View:
+    """A whole run at one moment: what the live view draws and what the closing table prints."""
+
+    run: str
+    elapsed: float
+    window: int
+    workers: tuple[WorkerShares, ...]
+    channels: tuple[ChannelLoad, ...]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def shares(activity: Activity, stages: tuple[str, ...]) -> WorkerShares:
+    """The activity as shares of its time."""
+    spent = activity.spent()
+    total = sum(spent.values()) or 1.0
+    if activity.done:
+        now = "done"
+    elif activity.state is BUSY:
+        now = activity.place
+    else:
+        now = f"waits for {activity.waits_for}"
+    return WorkerShares(
+        name=activity.worker,
+        stages=stages,
+        busy=spent[BUSY] / total if sum(spent.values()) else 1.0,
+        starved=spent[STARVED] / total,
+        blocked=spent[BLOCKED] / total,
+        items=activity.items,
+        seconds=total,
+        now=now,
+    )

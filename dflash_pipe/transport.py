@@ -1,0 +1,40 @@
+"""The hand-off hook: which devices exist, and how a payload gets from one worker's device to another's.
+
+The framework knows no device but "cpu". A graph names its own transport (`transport: "stages.cuda:DeviceTransport"`);
+everything device-specific (streams, events, copies) happens behind these five methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_pipe.errors import BadInput
+
+__all__ = ["Transport"]
+
+
+class Transport:
+    """The identity: one device, "cpu", and payloads are handed over as they are."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """threads: intra-op threads of every worker, the same in every topology (the graph's `threads:`)."""
+
+    def resolve(self, device: str) -> str:
+        """The device that `device` means here ("auto" included). Raises `BadInput` if there is no such device."""
+        if device not in ("auto", "cpu"):
+            raise BadInput(f"no device {device!r} (known: auto, cpu)")
+        return "cpu"
+
+    def enter(self, device: str) -> None:
+        """Called on the worker's own thread whenever it turns to a stage on another device, and before it opens one."""
+
+    def on_send(self, payload: Any, device: str) -> Any:
+        """Called by the sender before the payload enters the channel."""
+        return payload
+
+    def on_receive(self, payload: Any, device: str) -> Any:
+        """Called by the receiver; returns the payload on the receiver's device."""
+        return payload
+
+    def release(self, payload: Any, device: str) -> None:
+        """Called when the receiving stage is done with the payload."""

@@ -1,0 +1,243 @@
+"""The data stage: cut tokenised rows into micro-batches, once and for all topologies, and know where it stands.
+
+Batches are a pure function of (rows, settings, seed, epoch). Rows are shuffled, sorted by length inside pools so that
+little is padding, cut to the token budget, and the batches shuffled. All keys come from a counter-based generator
+(Philox, its raw 64-bit output), so no order depends on a global state, a platform, or a numpy version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_pipe import BadInput, Context, Source
+from stages.arrow_rows import ArrowRows
+from stages.messages import TokenBatch
+
+__all__ = ["Epoch", "TokenBatches", "cut_epoch"]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch's batches: `rows[bounds[k]:bounds[k + 1]]` for k in `order`. rows [R'], bounds [n + 1], order [n]."""
+
+    rows: np.ndarray
+    bounds: np.ndarray
+    order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def batch(self, number: int) -> np.ndarray:
+        """Row numbers of a batch, longest row first."""
+        k = self.order[number]
+        return self.rows[self.bounds[k] : self.bounds[k + 1]]
+
+
+def cut_epoch(
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    key: tuple[int, int],
+    max_tokens: int,
+    max_rows: int | None,
+    sort_pool: int,
+    multiple: int,
+) -> Epoch:
+    """Cut `rows` [R'] (row numbers; `lengths` [R'] beside them) into batches of at most `max_tokens` padded tokens.
+
+    key: (seed, epoch). A batch's padded tokens are its row count times its longest row, rounded up to `multiple`.
+    No row may be longer than the budget.
+    """
+    draws = np.random.Philox(key=np.array(key, dtype=np.uint64))
+    order = np.argsort(draws.random_raw(len(rows)), kind="stable")
+    bounds = [0]
+    for first in range(0, len(rows), sort_pool):
+        pool = order[first : first + sort_pool]
+        pool = pool[np.argsort(-lengths[pool], kind="stable")]
+        order[first : first + sort_pool] = pool
+        padded = (-(-lengths[pool] // multiple) * multiple).tolist()
+        at = 0
+        while at < len(padded):
+            at = min(at + min(max_tokens // padded[at], max_rows or max_tokens), len(padded))
+            bounds.append(first + at)
+    batches = np.argsort(draws.random_raw(len(bounds) - 1), kind="stable")
+    return Epoch(rows[order], np.array(bounds), batches)
+
+
+class TokenBatches(Source[TokenBatch]):
+    """Read tokenised rows and send them as padded micro-batches.
+
+    path: an Arrow IPC file or a folder of them (see `stages.arrow_rows`). max_tokens: budget of a micro-batch, rows
+    times padded length. max_rows: at most so many rows in one. max_length: longer rows lose their tail, and so do rows
+    longer than the whole budget (counted as truncated). epochs: times every row is read; null: as often as `steps`
+    takes. steps: end after so many optimizer steps of `window` micro-batches. sort_pool: rows sorted by length
+    together. pad_to_multiple: lengths are padded to a multiple of it (fewer shapes for compiled kernels).
+
+    A row without two adjacent supervised tokens (after truncation) can have no anchor: it is dropped and counted at
+    the beginning of each epoch. Every other row is in exactly one batch of each epoch. The cursor is {plan, epoch,
+    batch, done, rows, tokens}: `plan` is a digest of what decides the batches, and a cursor made under another one is
+    refused. rows: read = batched + dropped; tokens: real and padded.
+    """
+
+    path: str
+    max_tokens: int
+    max_length: int
+    max_rows: int | None = None
+    epochs: int | None = 1
+    steps: int | None = None
+    window: int = 1
+    sort_pool: int = 4096
+    pad_to_multiple: int = 1
+
+    def check(self, replicas: int) -> None:
+        at_least_one = ("max_tokens", "max_length", "max_rows", "epochs", "steps", "window", "sort_pool")
+        for name in (*at_least_one, "pad_to_multiple"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadInput(f"{name} is {value}, expected at least 1")
+        if self.epochs is None and self.steps is None:
+            raise BadInput("epochs and steps are both null: nothing says when to end")
+        if self.pad_to_multiple > self.max_tokens:
+            raise BadInput(f"pad_to_multiple is {self.pad_to_multiple}, more than max_tokens ({self.max_tokens})")
+        if min(self.max_length, self.max_tokens) < 2:
+            raise BadInput("max_length and max_tokens must be at least 2: a draft needs an anchor and a token after it")
+
+    def open(self, ctx: Context) -> None:
+        self.check(replicas=1)
+        self.ctx = ctx
+        self.rows = ArrowRows(self.path)
+        budget = self.max_tokens // self.pad_to_multiple * self.pad_to_multiple
+        self.limit = min(self.max_length, budget)
+        usable = self.rows.usable(self.limit)
+        self.kept = np.flatnonzero(usable)
+        if not len(self.kept):
+            raise BadInput(
+                f"{self.path}: none of {len(self.rows)} rows has two adjacent supervised tokens"
+                f" among its first {self.limit} (is loss_mask all zero?)"
+            )
+        self.lengths = np.minimum(self.rows.lengths, self.limit)
+        self.dropped = {
+            "empty": int((self.rows.lengths == 0).sum()),
+            "no two adjacent supervised tokens": int((~usable & (self.rows.lengths > 0)).sum()),
+        }
+        self.plan = self._digest()
+        self.total = self._count()
+
+    def _digest(self) -> str:
+        settings = [
+            self.max_tokens,
+            self.max_length,
+            self.max_rows,
+            self.sort_pool,
+            self.pad_to_multiple,
+            self.ctx.seed,
+        ]
+        digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
+        digest.update(self.rows.lengths.tobytes())
+        digest.update(self.kept.tobytes())
+        return digest.hexdigest()
+
+    def _epoch(self, number: int) -> Epoch:
+        return cut_epoch(
+            self.kept,
+            self.lengths[self.kept],
+            key=(self.ctx.seed, number),
+            max_tokens=self.max_tokens,
+            max_rows=self.max_rows,
+            sort_pool=self.sort_pool,
+            multiple=self.pad_to_multiple,
+        )
+
+    def _count(self) -> int:
+        """Micro-batches of the whole training: the epochs' or the steps', whichever end first."""
+        limit = None if self.steps is None else self.steps * self.window
+        total = epoch = 0
+        while (self.epochs is None or epoch < self.epochs) and (limit is None or total < limit):
+            total += len(self._epoch(epoch))
+            epoch += 1
+        return total if limit is None else min(total, limit)
+
+    def read(self, cursor: Any) -> Iterator[tuple[Any, TokenBatch | None]]:
+        """Yield the batches after `cursor`. Raises `BadInput` for a cursor of other data or settings."""
+        at = self._resume(cursor)
+        while at["done"] < self.total:
+            epoch = self._epoch(at["epoch"])
+            if at["batch"] == 0:
+                self._meet_dropped(at["rows"])
+            while at["batch"] < len(epoch) and at["done"] < self.total:
+                yield self._next(epoch, at)
+            self._report(at, len(epoch))
+            if at["batch"] == len(epoch):
+                at["epoch"], at["batch"] = at["epoch"] + 1, 0
+
+    def _resume(self, cursor: Any) -> dict[str, Any]:
+        if cursor is None:
+            rows = {"read": 0, "batched": 0, "truncated": 0, "dropped": dict.fromkeys(self.dropped, 0)}
+            tokens = {"real": 0, "padded": 0}
+            return {"plan": self.plan, "epoch": 0, "batch": 0, "done": 0, "rows": rows, "tokens": tokens}
+        at: dict[str, Any] = json.loads(json.dumps(cursor))  # a copy that shares nothing
+        if at.get("plan") != self.plan:
+            raise BadInput(
+                f"cannot go on in {self.path}: the rows, the seed or one of max_tokens, max_length, max_rows,"
+                " sort_pool, pad_to_multiple is another than when the snapshot was written"
+            )
+        if at["batch"] and at["batch"] == len(self._epoch(at["epoch"])):
+            at["epoch"], at["batch"] = at["epoch"] + 1, 0
+        return at
+
+    def _next(self, epoch: Epoch, at: dict[str, Any]) -> tuple[Any, TokenBatch]:
+        progress = (at["done"] / self.total, (at["done"] + 1) / self.total)
+        batch = self._batch(epoch.batch(at["batch"]), at["epoch"], progress)
+        size, padded = batch.input_ids.shape
+        at["batch"] += 1
+        at["done"] += 1
+        at["rows"]["read"] += size
+        at["rows"]["batched"] += size
+        at["rows"]["truncated"] += int((self.rows.lengths[batch.sample.numpy()] > self.limit).sum())
+        at["tokens"]["real"] += int(batch.lengths.sum())
+        at["tokens"]["padded"] += size * padded
+        counts = {**at["rows"], "dropped": dict(at["rows"]["dropped"])}
+        return {**at, "rows": counts, "tokens": dict(at["tokens"])}, batch
+
+    def _batch(self, rows: np.ndarray, epoch: int, progress: tuple[float, float]) -> TokenBatch:
+        lengths = self.lengths[rows]
+        padded = -(-int(lengths.max()) // self.pad_to_multiple) * self.pad_to_multiple
+        ids = np.zeros((len(rows), padded), dtype=np.int64)
+        mask = np.zeros((len(rows), padded), dtype=bool)
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            ids[place, :length] = self.rows.ids(row, self.limit)
+            mask[place, :length] = self.rows.mask(row, self.limit)
+        return TokenBatch(
+            input_ids=torch.from_numpy(ids),
+            loss_mask=torch.from_numpy(mask),
+            lengths=torch.from_numpy(lengths),
+            sample=torch.from_numpy(rows.copy()),  # the batch owns its memory
+            epoch=epoch,
+            progress=progress,
+        )
+
+    def _meet_dropped(self, rows: dict[str, Any]) -> None:
+        for reason, count in self.dropped.items():
+            rows["dropped"][reason] += count
+            rows["read"] += count
+
+    def _report(self, at: dict[str, Any], batches: int) -> None:
+        rows, tokens = at["rows"], at["tokens"]
+        counts = {f"rows_dropped.{reason.replace(' ', '_')}": count for reason, count in rows["dropped"].items()}
+        self.ctx.report(
+            {
+                "epoch": at["epoch"] + at["batch"] / batches,
+                "rows_read": rows["read"],
+                "rows_batched": rows["batched"],
+                "rows_truncated": rows["truncated"],
+                **counts,
+                "padding_share": 1 - tokens["real"] / tokens["padded"],
+            }
+        )

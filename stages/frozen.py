@@ -1,0 +1,120 @@
+"""The target's embedding and lm_head, frozen: the drafter computes with them but never saves or trains them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dflash_pipe.errors import BadInput, nearest
+from stages.model_source import ModelSource, first_line, locate, text_config
+
+__all__ = ["Frozen", "load_frozen", "random_embedding"]
+
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "embed_tokens.weight",
+)
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+# Config keys of targets that scale or cap what goes through these matrices; a drafter that ignores it learns nonsense.
+_SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """embed: [V, H]. head: [V, H]; the same tensor as embed where the target ties them. Neither needs a gradient."""
+
+    embed: Tensor
+    head: Tensor
+
+
+def load_frozen(
+    model: str, revision: str | None, dtype: torch.dtype, device: str | torch.device, weights: str = "pretrained"
+) -> Frozen:
+    """Read the target's embedding and lm_head, and no other tensor, from its safetensors files.
+
+    weights: "pretrained", or "random" (the values that a random target of the same config embeds with).
+    Raises `BadInput` where they are not there under a known name, have another shape than the config says, or where
+    the target scales its embedding or caps its logits.
+    """
+    source, config, device = locate(model, revision), text_config(model, revision), torch.device(device)
+    _refuse_scaled(source, config)
+    if weights == "random":
+        embed = random_embedding(config, dtype, device)
+        return Frozen(embed, embed if config.tie_word_embeddings else random_embedding(config, dtype, device, seed=1))
+    if weights != "pretrained":
+        raise BadInput(f"weights: unknown kind {weights!r}{nearest(weights, ['pretrained', 'random'])}")
+    files = _files(source)
+    embed = _read(source, config, files, _EMBEDDINGS, dtype, device)
+    if config.tie_word_embeddings:
+        return Frozen(embed, embed)
+    if "lm_head.bias" in files:
+        raise source.complaint("its lm_head has a bias, which a DFlash drafter cannot use")
+    return Frozen(embed, _read(source, config, files, _HEADS, dtype, device))
+
+
+def _refuse_scaled(source: ModelSource, config: Any) -> None:
+    for key in _SCALED:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise source.complaint(f"it scales or caps its embedding or logits ({key}), which is not supported")
+    if config.model_type.startswith("gemma"):
+        raise source.complaint("Gemma models scale their embedding, which is not supported")
+
+
+def _files(source: ModelSource) -> dict[str, Path]:
+    """Tensor name -> safetensors file that holds it. Shards are fetched only when they are read."""
+    index = source.file("model.safetensors.index.json")
+    if index is not None:
+        try:
+            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, UnicodeDecodeError) as error:
+            raise source.complaint(f"model.safetensors.index.json is not an index: {first_line(error)}") from error
+        return {tensor: Path(file) for tensor, file in names.items()}
+    single = source.file("model.safetensors")
+    if single is None:
+        raise source.complaint("it has neither model.safetensors nor model.safetensors.index.json")
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), Path("model.safetensors"))
+    except SafetensorError as error:
+        raise source.complaint(f"model.safetensors is damaged: {first_line(error)}") from error
+
+
+def _read(
+    source: ModelSource,
+    config: Any,
+    files: dict[str, Path],
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    name = next((name for name in names if name in files), None)
+    if name is None:
+        raise source.complaint(f"its checkpoint has no tensor {' or '.join(names)}")
+    path = source.file(str(files[name]))
+    if path is None:
+        raise source.complaint(f"the file {files[name]} that holds {name} is missing")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            value: Tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise source.complaint(f"{files[name]} is damaged: {first_line(error)}") from error
+    expected = (config.vocab_size, config.hidden_size)
+    if tuple(value.shape) != expected:
+        raise source.complaint(f"{name} has shape {tuple(value.shape)}, its config says {expected}")
+    return value.to(dtype)
+
+
+def random_embedding(config: Any, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Fixed random values [V, H], normal with the config's `initializer_range`; the same on devices of one kind."""
+    draw = torch.Generator(device).manual_seed(seed)
+    std = getattr(config, "initializer_range", 0.02)
+    embed = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+    return embed.normal_(0, std, generator=draw)

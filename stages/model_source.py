@@ -1,0 +1,168 @@
+"""Where a target comes from: a directory, the hub, or a model made on this machine; its config and its tokenizer.
+
+Every way in which the name of a model can be wrong is answered here, with one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.utils import logging
+
+from dflash_pipe.errors import BadInput, nearest
+from stages.smollm2 import smollm2_directory
+from stages.tiny_models import TINY_MODELS, tiny_directory
+
+__all__ = ["ModelSource", "first_line", "load_tokenizer", "locate", "quiet", "text_config"]
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PATH_LIKE = re.compile(r"[/~]|\.\.?(/|$)|.*/.*/|.*/$")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found. name: as the user wrote it. place: a directory, or a hub id. local: which of the two."""
+
+    name: str
+    place: str
+    revision: str | None
+    local: bool
+
+    def file(self, name: str) -> Path | None:
+        """One file of the model (fetched from the hub where it is not cached), or None if there is none."""
+        if self.local:
+            path = Path(self.place, name)
+            return path if path.is_file() else None
+        try:
+            return Path(huggingface_hub.hf_hub_download(self.place, name, revision=self.revision))
+        except huggingface_hub.errors.EntryNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise _unreachable(self, error) from error
+
+    def complaint(self, what: str) -> BadInput:
+        return BadInput(f"target {self.name!r}: {what}")
+
+
+def locate(model: str, revision: str | None = None) -> ModelSource:
+    """Find `model`: a directory, `tiny:llama|qwen3|qwen3_5`, `package:smollm2`, or a hub id such as `Qwen/Qwen3-8B`.
+
+    Nothing is fetched from the hub yet. Raises `BadInput` for a name that cannot be a model, for a file, for a
+    directory without config.json, and for a revision of something that is not on the hub.
+    """
+    if not isinstance(model, str) or not model.strip():
+        raise BadInput(f"target {model!r}: expected a directory, a hub id, package:smollm2 or tiny:NAME")
+    kind, colon, name = model.partition(":")
+    path = Path(model).expanduser()
+    if colon and kind in ("tiny", "package"):
+        place = _made_here(model, kind, name)
+    elif path.is_dir() or path.exists():
+        place = str(path)
+        if not path.is_dir():
+            raise BadInput(f"target {model!r}: is a file; expected a directory with config.json and *.safetensors")
+        if not (path / "config.json").is_file():
+            raise BadInput(f"target {model!r}: the directory has no config.json, so it is not a model")
+    elif _PATH_LIKE.match(model):
+        raise BadInput(f"target {model!r}: no such directory")
+    elif not _HUB_ID.fullmatch(model):
+        raise BadInput(f"target {model!r}: neither a directory nor a hub id of the form owner/name")
+    else:
+        return ModelSource(model, model, revision, local=False)
+    if revision is not None:
+        raise BadInput(f"target {model!r}: revision {revision!r} is given, but only models on the hub have revisions")
+    return ModelSource(model, place, None, local=True)
+
+
+def _made_here(model: str, kind: str, name: str) -> str:
+    known = TINY_MODELS if kind == "tiny" else ("smollm2",)
+    if name not in known:
+        raise BadInput(f"target {model!r}: no such model{nearest(model, [f'{kind}:{k}' for k in known])}")
+    with quiet():
+        return str(tiny_directory(name) if kind == "tiny" else smollm2_directory())
+
+
+def text_config(model: str, revision: str | None = None) -> PretrainedConfig:
+    """The config of the text model; of a composite (multimodal) model, its text part. Reads no weights.
+
+    Raises `BadInput` where there is no readable config, or one of an architecture that transformers does not know.
+    """
+    source = locate(model, revision)
+    with quiet():
+        _check_model_type(source)
+        try:
+            config = AutoConfig.from_pretrained(source.place, revision=source.revision)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise source.complaint(f"its config.json is not usable: {first_line(error)}") from error
+    text: PretrainedConfig = config.get_text_config(decoder=True)
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if not isinstance(getattr(text, key, None), int):
+            raise source.complaint(f"its config.json describes no causal language model ({key} is missing)")
+    return text
+
+
+def _check_model_type(source: ModelSource) -> None:
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(source.place, revision=source.revision)
+    except (OSError, ValueError) as error:
+        if source.local:
+            raise source.complaint(f"config.json cannot be read: {first_line(error)}") from error
+        raise _unreachable(source, error) from error
+    kind = raw.get("model_type")
+    if kind is None:
+        raise source.complaint("its config.json has no model_type")
+    if kind not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise source.complaint(f"transformers {transformers.__version__} knows no model type {kind!r}{hint}")
+
+
+def _unreachable(source: ModelSource, error: Exception) -> BadInput:
+    offline = "the hub was not asked (offline mode)" if huggingface_hub.constants.HF_HUB_OFFLINE else "asked the hub"
+    revision = source.revision or "main"
+    return BadInput(
+        f"target {source.name!r}: tried the directory {os.path.abspath(source.place)} (none), the hub's local cache "
+        f"(nothing for revision {revision!r}), and {offline}: {first_line(error)}"
+    )
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> Any:
+    """The model's own tokenizer (a `PreTrainedTokenizerBase`). Raises `BadInput` where it has none."""
+    source = locate(model, revision)
+    _check_model_type(source)
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(source.place, revision=source.revision)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, json.JSONDecodeError) as error:
+        raise source.complaint(f"it has no usable tokenizer: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and load reports: what they would report is checked and raised here."""
+    talk: Any = logging
+    verbosity, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
+    try:
+        yield
+    finally:
+        talk.set_verbosity(verbosity)
+        if bars:
+            talk.enable_progress_bar()

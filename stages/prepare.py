@@ -1,0 +1,287 @@
+"""Preparing data is a graph too: read conversations, turn them into tokens (here, or by the target's own answers:
+`stages.regenerate`), write them to Arrow files that say how they were made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_pipe import BadInput, Context, Source, Stage
+from dflash_pipe.errors import nearest
+from stages.arrow_rows import recipe_of
+from stages.arrow_shards import assemble, write_shard
+from stages.chat_tokens import ChatTokens, fingerprint
+from stages.conversations import parse_conversation
+from stages.messages import Conversations, TokenRows
+from stages.target_model import load_tokenizer
+
+__all__ = ["ArrowWriter", "JsonlConversations", "Tokenise"]
+
+FORMAT = 1  # goes up whenever the same conversations would become other rows
+SHARD_TOKENS = 1 << 23  # tokens held in memory before a shard is written
+
+
+class JsonlConversations(Source[Conversations]):
+    """Read conversations from a JSON Lines file (forms: see `stages.conversations`), `batch` rows in a message.
+
+    split: only rows whose `split` is this, the others are counted. limit: at most so many rows.
+    Cursor: {line, offset, rows}: lines and bytes behind us, rows sent. Raises `BadInput` at `file:line`.
+    """
+
+    path: str
+    split: str | None = None
+    limit: int | None = None
+    batch: int = 64
+
+    def check(self, replicas: int) -> None:
+        if self.batch < 1:
+            raise BadInput(f"batch is {self.batch}, expected at least 1")
+
+    def open(self, ctx: Context) -> None:
+        path = Path(self.path)
+        if not path.is_file():
+            around = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise BadInput(f"no conversations at {path}{nearest(path.name, around)}")
+
+    def read(self, cursor: Any) -> Iterator[tuple[Any, Conversations | None]]:
+        """Yield the rows after `cursor`. Raises `BadInput` for a malformed line, or if there is no row at all."""
+        at = {"line": 0, "offset": 0, "rows": 0, **(cursor or {})}
+        rows: list[dict[str, Any]] = []
+        other = 0
+        with open(self.path, "rb") as file:
+            file.seek(at["offset"])
+            for line in file:
+                if self.limit is not None and at["rows"] >= self.limit:
+                    break
+                at["line"] += 1
+                at["offset"] += len(line)
+                if not line.strip():
+                    continue
+                row = self._row(line, at["line"])
+                if row is None:
+                    other += 1
+                    continue
+                rows.append(row)
+                at["rows"] += 1
+                if len(rows) == self.batch:
+                    yield dict(at), self._message(rows, other)
+                    rows, other = [], 0
+        if not at["rows"]:
+            raise BadInput(f"{self.path}: no conversations" + (f" of split {self.split!r}" if other else ""))
+        if rows or other:
+            yield dict(at), self._message(rows, other)
+
+    def _message(self, rows: list[dict[str, Any]], other: int) -> Conversations:
+        return Conversations(rows=rows, dropped={"of another split": other} if other else {})
+
+    def _row(self, line: bytes, number: int) -> dict[str, Any] | None:
+        row = parse_conversation(line, f"{self.path}:{number}")
+        if self.split is None or row["split"] == self.split:
+            return row
+        if row["split"] is None:
+            raise BadInput(f"no 'split', but split {self.split!r} is asked for", f"{self.path}:{number}")
+        return None
+
+
+class Tokenise(Stage):
+    """Turn conversations that have answers into tokens; what is supervised: see `stages.chat_tokens`.
+
+    model, revision: whose tokenizer and template. thinking: the template's `enable_thinking` (null: not passed).
+    max_length: longer rows lose their tail. Rows without any supervised token are dropped by reason.
+    """
+
+    model: str
+    revision: str | None = None
+    thinking: bool | None = None
+    max_length: int = 3072
+
+    def open(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.chat = ChatTokens(load_tokenizer(self.model, self.revision), self.thinking)
+        self.counts: Counter[str] = Counter()
+
+    def process(self, conversations: Conversations) -> TokenRows:
+        dropped = Counter(conversations.dropped)
+        ids: list[str] = []
+        tokens: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        for row in conversations.rows:
+            try:
+                row_tokens, mask, unsupervised = self.chat.encode(row["messages"])
+            except BadInput as error:
+                dropped[str(error)] += 1
+                continue
+            self.counts["turns_unsupervised"] += unsupervised
+            self.counts["rows_truncated"] += len(row_tokens) > self.max_length
+            reason = self._reason(row["messages"], mask)
+            if reason:
+                dropped[reason] += 1
+                continue
+            ids.append(row["id"])
+            tokens.append(row_tokens[: self.max_length])
+            masks.append(mask[: self.max_length])
+        return TokenRows(ids=ids, input_ids=tokens, loss_mask=masks, dropped=dict(dropped))
+
+    def _reason(self, messages: list[dict[str, str]], mask: np.ndarray) -> str | None:
+        if all(message["role"] != "assistant" for message in messages):
+            return "no assistant turn"
+        if not mask.any():
+            return "no token that was decoded in this form"
+        return None if mask[: self.max_length].any() else "answer begins behind max_length"
+
+    def finish(self) -> None:
+        self.ctx.report(dict(self.counts))
+
+
+class ArrowWriter(Stage):
+    """Write token rows to `path`/train.arrow, and a share `held_out` of them to `path`/eval.arrow.
+
+    A row is held out by a digest of (seed, id): rows of one id stay on one side, whatever else is in the data.
+    tokenizer, revision, thinking, max_length, responses ("given", or "target" where the target wrote them greedily),
+    recipe (anything else that decides the rows): recorded in the files. A data set that says it was made in another
+    way is not overwritten unless `overwrite`. Shards gather in `path`/.unfinished and become the files in `finish`;
+    a restored run keeps the shards that its snapshot knows. `path`/summary.txt says what was written, in words.
+    """
+
+    path: str
+    tokenizer: str
+    revision: str | None = None
+    thinking: bool | None = None
+    max_length: int | None = None
+    responses: str = "given"
+    held_out: float = 0.0
+    recipe: dict[str, Any] | None = None
+    overwrite: bool = False
+
+    def check(self, replicas: int) -> None:
+        if not 0 <= self.held_out < 1:
+            raise BadInput(f"held_out is {self.held_out}, expected a share from 0 to below 1")
+        if self.responses not in ("given", "target"):
+            raise BadInput(f"responses is {self.responses!r}{nearest(self.responses, ('given', 'target'))}")
+
+    def open(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.folder = Path(self.path)
+        self.staging = self.folder / ".unfinished"
+        self.made = self._made()
+        self._refuse_other_data()
+        self.shards: list[dict[str, Any]] = []
+        self.dropped: Counter[str] = Counter()
+        self.pending: dict[str, list[tuple[np.ndarray, np.ndarray, str]]] = {"train": [], "eval": []}
+        self.waiting = 0
+        self.fresh = True  # nothing written by this run yet: shards of a dead one may lie around
+
+    def _made(self) -> dict[str, Any]:
+        made = {
+            "format": FORMAT,
+            "tokenizer": self.tokenizer,
+            "revision": self.revision,
+            **fingerprint(load_tokenizer(self.tokenizer, self.revision)),
+            "thinking": self.thinking,
+            "max_length": self.max_length,
+            "responses": self.responses,
+            "held_out": self.held_out,
+            "seed": self.ctx.seed,
+            "recipe": self.recipe or {},
+        }
+        key = hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return {**made, "key": key}
+
+    def _refuse_other_data(self) -> None:
+        for name in ("train.arrow", "eval.arrow"):
+            file = self.folder / name
+            if self.overwrite or not file.exists():
+                continue
+            there = recipe_of(file)
+            if there.get("key") != self.made["key"]:
+                differs = [k for k in self.made if k != "key" and there.get(k) != self.made[k]]
+                what = f"{differs[0]} {there.get(differs[0])!r} there, {self.made[differs[0]]!r} here" if there else "?"
+                raise BadInput(f"{file} holds another data set ({what}): choose another path or set overwrite: true")
+
+    def process(self, rows: TokenRows) -> None:
+        self.dropped.update(rows.dropped)
+        for name, ids, mask in zip(rows.ids, rows.input_ids, rows.loss_mask, strict=True):
+            self.pending["eval" if self._is_held_out(name) else "train"].append((ids, mask, name))
+            self.waiting += len(ids)
+        if self.waiting >= SHARD_TOKENS:
+            self._flush()
+
+    def _is_held_out(self, name: str) -> bool:
+        digest = hashlib.blake2b(f"{self.ctx.seed}:{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest) < self.held_out * 2**64
+
+    def _flush(self) -> None:
+        """Write what is pending as shards."""
+        if self.fresh:
+            self._clear_staging()
+        for split, rows in self.pending.items():
+            if not rows:
+                continue
+            name = f"{split}-{len(self.shards):05d}.arrow"
+            self.shards.append({"name": name, "split": split, **write_shard(self.staging / name, rows)})
+            rows.clear()
+        self.waiting = 0
+
+    def _clear_staging(self) -> None:
+        self.staging.mkdir(parents=True, exist_ok=True)
+        known = {shard["name"] for shard in self.shards}
+        for file in self.staging.iterdir():
+            if file.name not in known:
+                file.unlink()
+        self.fresh = False
+
+    def state(self) -> dict[str, Any]:
+        self._flush()
+        return {"key": self.made["key"], "shards": list(self.shards), "dropped": dict(self.dropped)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state["key"] != self.made["key"]:
+            raise BadInput(f"{self.path}: the snapshot belongs to rows that are made in another way")
+        lost = [shard["name"] for shard in state["shards"] if not (self.staging / shard["name"]).exists()]
+        if lost:
+            raise BadInput(f"{self.staging / lost[0]} is gone: the snapshot cannot be gone on with")
+        self.shards, self.dropped = list(state["shards"]), Counter(state["dropped"])
+
+    def finish(self) -> None:
+        """Put the shards together. Raises `BadInput` if there is no row with a supervised token."""
+        self._flush()
+        if not any(shard["supervised"] for shard in self.shards if shard["split"] == "train"):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "nothing was read"
+            raise BadInput(f"{self.path}: no row to train on has a supervised token (dropped: {reasons})")
+        for split in ("eval", "train"):  # train last: where it is, everything is
+            shards = [shard for shard in self.shards if shard["split"] == split]
+            if shards:
+                made = {**self.made, "split": split, **_total(shards), "dropped": dict(self.dropped)}
+                files = [self.staging / shard["name"] for shard in shards]
+                assemble(files, self.folder / f"{split}.arrow", made)
+            else:
+                (self.folder / f"{split}.arrow").unlink(missing_ok=True)  # of an overwritten data set
+        (self.folder / "summary.txt").write_text(self._summary())
+        shutil.rmtree(self.staging)
+        rows = sum(shard["rows"] for shard in self.shards)
+        dropped = {f"rows_dropped.{reason.replace(' ', '_')}": count for reason, count in self.dropped.items()}
+        self.ctx.report({"rows_read": rows + self.dropped.total(), "rows_written": rows, **dropped})
+
+    def _summary(self) -> str:
+        dropped = self.dropped.total()
+        lines = [f"{sum(s['rows'] for s in self.shards) + dropped} conversations read, {dropped} dropped"]
+        lines += [f"  {count:>8} {reason}" for reason, count in self.dropped.most_common()]
+        for split in ("train", "eval"):
+            total = _total([shard for shard in self.shards if shard["split"] == split])
+            share = total["supervised"] / max(total["tokens"], 1)
+            lines.append(f"{split}: {total['rows']} rows, {total['tokens']} tokens, {share:.1%} supervised")
+        for key in ("tokenizer", "revision", "template", "thinking", "max_length", "responses", "seed"):
+            lines.append(f"{key}: {self.made[key]}")
+        return "\n".join(lines) + "\n"
+
+
+def _total(shards: list[dict[str, Any]]) -> dict[str, int]:
+    return {key: sum(shard[key] for shard in shards) for key in ("rows", "tokens", "supervised")}

@@ -1,0 +1,258 @@
+"""The frozen target: the layers below the highest captured one, and what they compute at the captured ones.
+
+Layer id i means the output of decoder layer i (`hidden_states[i + 1]` in Hugging Face terms). The last layer's output
+is only ever handed on after the final norm, so its id is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import sys
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from dflash_pipe.errors import BadInput, nearest
+from stages.frozen import Frozen, load_frozen, random_embedding
+from stages.model_source import ModelSource, first_line, load_tokenizer, locate, quiet, text_config
+
+__all__ = [
+    "Frozen",
+    "TruncatedTarget",
+    "load_frozen",
+    "load_full",
+    "load_tokenizer",
+    "load_truncated",
+    "reference_kernels_on_cpu",
+    "resolve_dtype",
+    "resolve_layers",
+    "text_config",
+]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KERNEL_PACKAGES = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+# Models whose forward takes the attention mask as a dict {layer type: mask}: a dict of Nones is the plain causal
+# mask without a look at the batch's data, which on a GPU would be a synchronisation a forward.
+_TAKES_MASK_DICT = ("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+_AUTO: Any = AutoModelForCausalLM
+log = logging.getLogger("dflash_pipe")
+
+
+def resolve_layers(layers: int | list[int], num_layers_of_target: int) -> list[int]:
+    """The ids of the captured layers, strictly increasing, each in 0..T-2 for a target of T layers.
+
+    layers: how many (1: the middle one, T // 2; L: points evenly from 1 to T-3, rounded), or the ids themselves.
+    Raises `BadInput` that names the valid range, for duplicates, and for ids out of order.
+    """
+    total = num_layers_of_target
+    if type(layers) is int:
+        layers = _spread(layers, total)
+    if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
+        raise BadInput(f"layers: expected a number of layers or a list of layer ids, got {layers!r}")
+    for i in layers:
+        if i == total - 1:
+            raise BadInput(
+                f"layers: id {i} is the target's last layer, whose output is only known after the final norm; "
+                f"valid ids are 0..{total - 2}"
+            )
+        if not 0 <= i < total:
+            raise BadInput(f"layers: the target has no layer {i}; it has {total} layers, valid ids are 0..{total - 2}")
+    if layers != sorted(set(layers)):
+        raise BadInput(f"layers: expected increasing ids without duplicates, got {layers}")
+    return list(layers)
+
+
+def _spread(count: int, total: int) -> list[int]:
+    if count == 1:
+        return [total // 2]
+    if not 1 < count <= total - 3:
+        most = max(total - 3, 1)
+        raise BadInput(f"layers: {count} layers cannot be spread over a target of {total}; expected 1..{most}")
+    return [round(1 + i * (total - 4) / (count - 1)) for i in range(count)]
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
+    """The torch dtype of a name; "auto" is float32 on a CPU and bfloat16 elsewhere. Raises `BadInput`."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    if dtype not in _DTYPES:
+        raise BadInput(f"dtype: unknown dtype {dtype!r}{nearest(str(dtype), ['auto', *_DTYPES])}")
+    return _DTYPES[dtype]
+
+
+class TruncatedTarget:
+    """The target up to its highest captured layer: no later layer, no final norm, no lm_head, no cache.
+
+    layers: the captured ids. features: K·H. vocab_size: token ids are below it. One object serves one thread.
+    """
+
+    def __init__(self, decoder: Any, layers: list[int]) -> None:
+        self.layers = layers
+        self.hidden_size: int = decoder.config.hidden_size
+        self.features = len(layers) * self.hidden_size
+        self.vocab_size: int = decoder.config.vocab_size
+        self._decoder = decoder
+        self._mask = _no_mask(decoder.config)
+        self._captured: Tensor | None = None
+        for k, i in enumerate(layers):
+            decoder.layers[i].register_forward_hook(self._keep(k))
+
+    def _keep(self, k: int) -> Any:
+        columns = slice(k * self.hidden_size, (k + 1) * self.hidden_size)
+
+        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if self._captured is None:
+                self._captured = hidden.new_empty(*hidden.shape[:2], self.features)
+            self._captured[..., columns] = hidden
+
+        return hook
+
+    @torch.no_grad()  # not inference_mode: the drafter's backward saves what comes out of here
+    def __call__(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Hidden states [B, S, K·H] of right-padded rows, captured layers side by side, in the target's dtype.
+
+        input_ids: [B, S] int64. lengths: [B] int64, real tokens of each row; behind them the result is 0, whatever
+        the padding is. No mask is needed: every layer is causal, so padding on the right reaches no real token.
+        """
+        self._captured = None
+        self._decoder(input_ids=input_ids, attention_mask=self._mask, use_cache=False)
+        hidden, self._captured = self._captured, None
+        assert hidden is not None  # the hooks ran
+        padding = torch.arange(input_ids.shape[1], device=hidden.device) >= lengths.to(hidden.device)[:, None]
+        return hidden.masked_fill_(padding[..., None], 0)
+
+
+def _no_mask(config: PretrainedConfig) -> dict[str, None] | None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if config.model_type in _TAKES_MASK_DICT and kinds and kinds <= {"full_attention", "linear_attention"}:
+        return dict.fromkeys(sorted(kinds))
+    return None
+
+
+def load_truncated(
+    model: str,
+    revision: str | None,
+    layers: int | list[int],
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    weights: str = "pretrained",
+) -> TruncatedTarget:
+    """Load the target up to its highest captured layer.
+
+    weights: "pretrained", or "random" (fixed random weights from the config alone, for measurements).
+    Raises `BadInput` for a model, a layer id, a dtype or a checkpoint that cannot be used.
+    """
+    source, whole, device = locate(model, revision), text_config(model, revision), torch.device(device)
+    ids = resolve_layers(layers, whole.num_hidden_layers)
+    depth = ids[-1] + 1
+    causal: Any = _load(source, _shortened(whole, depth), resolve_dtype(dtype, device), device, weights)
+    decoder = causal.get_decoder()
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or len(decoder.layers) < depth:
+        raise source.complaint(f"{type(causal).__name__} keeps its decoder layers in another place than `layers`")
+    del causal  # with it goes the lm_head, before anything is moved
+    decoder.layers = decoder.layers[:depth]
+    decoder.config.num_hidden_layers = depth
+    decoder.norm = nn.Identity()
+    return TruncatedTarget(decoder.to(device), ids)
+
+
+def load_full(
+    model: str, revision: str | None, dtype: str | torch.dtype, device: str | torch.device, weights: str = "pretrained"
+) -> Any:
+    """The whole causal language model (a `PreTrainedModel`), frozen and ready to `generate`. Raises `BadInput`."""
+    source, device = locate(model, revision), torch.device(device)
+    causal = _load(source, text_config(model, revision), resolve_dtype(dtype, device), device, weights)
+    return causal.to(device)
+
+
+def _shortened(whole: PretrainedConfig, depth: int) -> PretrainedConfig:
+    """The config of the first `depth` layers, so that the weights of the others are never read."""
+    config = copy.deepcopy(whole)
+    if getattr(whole, "num_kv_shared_layers", 0):  # which layers share depends on the depth: cut after loading
+        return config
+    for key, value in whole.to_dict().items():  # one entry a layer: layer_types, mlp_layer_types, ...
+        if "layer" in key and isinstance(value, list) and len(value) == whole.num_hidden_layers:
+            setattr(config, key, value[:depth])
+    config.num_hidden_layers = depth
+    return config
+
+
+def _load(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: str) -> Any:
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        _choose_kernels(device)
+    if weights not in ("pretrained", "random"):
+        raise BadInput(f"weights: unknown kind {weights!r}{nearest(weights, ['pretrained', 'random'])}")
+    with quiet():
+        read = _pretrained if weights == "pretrained" else _random
+        causal = read(source, config, dtype, device)
+    return causal.eval().requires_grad_(False)
+
+
+def _pretrained(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    try:
+        causal, info = _AUTO.from_pretrained(
+            source.place, revision=source.revision, config=config, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise source.complaint(f"its weights cannot be loaded: {first_line(error)}") from error
+    lacking = sorted(info["missing_keys"])
+    if lacking:  # transformers would go on with random values in their place
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise source.complaint(f"its checkpoint lacks {lacking[0]}{more} of {type(causal).__name__}")
+    return causal
+
+
+@torch.no_grad()
+def _random(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        try:
+            causal = _AUTO.from_config(config, dtype=dtype)
+        except (ValueError, TypeError) as error:
+            raise source.complaint(f"its config gives no causal language model: {first_line(error)}") from error
+    causal.get_input_embeddings().weight.copy_(random_embedding(config, dtype, device))
+    return causal
+
+
+def _choose_kernels(device: torch.device) -> None:
+    if device.type == "cpu":
+        reference_kernels_on_cpu()
+    elif any(sys.modules.get(name, sys) is None for name in _KERNEL_PACKAGES):
+        log.warning("slow reference kernels: an earlier model of this process runs on the CPU and needs them")
+
+
+def reference_kernels_on_cpu() -> None:
+    """Make transformers take its own PyTorch code for Gated DeltaNet layers, and say so once.
+
+    Kernel packages such as flash-linear-attention need a GPU, but transformers takes them whenever they can be
+    imported, when it imports a model's code: so on a CPU their import is blocked, in this process only.
+    Raises `BadInput` if a model of this process runs on their kernels already.
+    """
+    found = [name for name in _KERNEL_PACKAGES if importlib.util.find_spec(name) is not None]
+    if not found:
+        return
+    names = " and ".join(_KERNEL_PACKAGES[name] for name in found)
+    if any(name in sys.modules for name in found) and _model_code_is_imported():
+        raise BadInput(
+            f"a model of this process runs on the GPU kernels of {names}; a model of that kind on the CPU needs "
+            "a worker of its own process (kind: process)"
+        )
+    for name in found:
+        sys.modules[name] = None  # type: ignore[assignment]  # what Python documents for blocking an import
+    log.warning("%s needs a GPU; on this CPU transformers' reference path is used, correct but slower", names)
+
+
+def _model_code_is_imported() -> bool:
+    return any(
+        name.startswith("transformers.models.") and hasattr(module, "torch_chunk_gated_delta_rule")
+        for name, module in list(sys.modules.items())
+    )

@@ -1,0 +1,132 @@
+"""A training run in miniature, without torch: the stages wait instead of computing, and a digest stands for weights.
+
+The dataflow has the shape of the real one (source -> target -> drafter <-> optimizer). Every result is hashed into the
+next, in order, so the last digest tells whether messages were reordered, lost, doubled, or read with stale parameters.
+Payloads are small; `nbytes` is what they claim to hold, for channels that count bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_pipe import Context, Source, Stage, Stamp
+
+__all__ = ["Digest", "Number", "Numbers", "Partials", "Wait", "WaitOptimizer", "WaitStep", "Weights"]
+
+
+@dataclass(frozen=True)
+class Number:
+    """One item of data. index: its row number."""
+
+    index: int
+    nbytes: int = 8
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What the target makes of a number."""
+
+    digest: str
+    nbytes: int = 32
+
+
+@dataclass(frozen=True)
+class Partials:
+    """What one drafter replica accumulated over a window: number of the partial -> its digest."""
+
+    digests: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The state after a step: steps done, and the digest of everything that led there."""
+
+    step: int
+    digest: str
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
+
+
+class Numbers(Source[Number]):
+    """Count from 0. count: how many. seconds: time for each. nbytes: what each claims to hold."""
+
+    count: int
+    seconds: float = 0.0
+    nbytes: int = 8
+
+    def read(self, cursor: Any) -> Iterator[tuple[Any, Number | None]]:
+        for index in range(cursor or 0, self.count):
+            time.sleep(self.seconds)
+            yield index + 1, Number(index, self.nbytes)
+
+
+class Wait(Stage):
+    """The target: hash a number. seconds: time for each message. nbytes: what a result claims to hold."""
+
+    seconds: float = 0.0
+    nbytes: int = 32
+
+    def process(self, number: Number) -> Digest:
+        time.sleep(self.seconds)
+        return Digest(_hash("target", number.index), self.nbytes)
+
+
+class WaitStep(Stage):
+    """The drafter: chain each result with the weights into `partials` chains, message i into chain i mod partials.
+
+    seconds: time for each message. With r replicas, `partials` must be a multiple of r: then every chain lies on one
+    replica, in input order, and the window's result does not depend on r.
+    """
+
+    seconds: float = 0.0
+    partials: int = 1
+
+    def check(self, replicas: int) -> None:
+        if self.partials < 1 or self.partials % replicas:
+            raise ValueError(f"partials: {self.partials} is not a multiple of the {replicas} replicas")
+
+    def open(self, ctx: Context) -> None:
+        self._chains: dict[int, str] = {}
+
+    def process(self, features: Digest, params: Weights, stamp: Stamp) -> None:
+        time.sleep(self.seconds)
+        number = stamp.slot % self.partials
+        before = self._chains.get(number, "")
+        self._chains[number] = _hash(before, features.digest, params.step, params.digest)
+
+    def end_window(self) -> Partials:
+        done, self._chains = self._chains, {}
+        return Partials(done)
+
+
+class WaitOptimizer(Stage):
+    """The optimizer: chain a window's partials, in their order, onto the digest. seconds: time for each step."""
+
+    seconds: float = 0.0
+
+    def open(self, ctx: Context) -> None:
+        self._report = ctx.report
+        self._weights = Weights(0, _hash("seed", ctx.seed))
+
+    def initial(self) -> Weights:
+        return self._weights
+
+    def process(self, grads: tuple[Partials, ...]) -> Weights:
+        time.sleep(self.seconds)
+        chains = {number: digest for share in grads for number, digest in share.digests.items()}
+        ordered = [chains[number] for number in sorted(chains)]
+        self._weights = Weights(self._weights.step + 1, _hash(self._weights.digest, *ordered))
+        self._report({"step": self._weights.step, "digest": self._weights.digest})
+        return self._weights
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self._weights.step, "digest": self._weights.digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._weights = Weights(int(state["step"]), str(state["digest"]))
