@@ -168,6 +168,13 @@ def _flat(case: Case, device: str) -> tuple[DFlashModel, FlatParameters]:
     return model, flat
 
 
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch reports a build without CUDA by an assertion
+        raise BadInput(f"no device {device!r} ({str(error).splitlines()[0]})") from None
+
+
 def _difference(case: str, quantity: str, ours: Tensor, reference: Tensor) -> Difference:
     ours, reference = ours.detach().double().cpu().flatten(), reference.double().cpu().flatten()
     largest = float((ours - reference).abs().max()) if len(reference) else 0.0
@@ -182,6 +189,7 @@ def parity(
     device: Annotated[str, typer.Option(help="cpu or cuda:0, ...")] = "cpu",
 ) -> None:
     """Compare hidden states, loss, accuracy and every gradient with another implementation's; exit 1 if they differ."""
+    _check_device(device)
     found = [difference for case in cases(folder) for difference in compare(case, attention, device)]
     table = Table(title=f"largest differences, {device}, float32 (accepted: {TOLERANCE:g} x max(1, largest reference))")
     table.add_column("case")

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,8 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """broadcast: every receiving replica gets every message. initial: tokens on it before the first message. group: handed on only in complete groups of so many messages."""
+    """broadcast: every receiving replica gets every message. initial: tokens on it before the first message.
+    group: messages are handed on only in complete groups of so many."""
 
     name: str
     sender: str
@@ -99,7 +101,7 @@ class ChannelSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """stages: what it owns; they run in the order of the dataflow. device: stage -> one device name for each replica."""
+    """stages: what it owns; they run in the order of the dataflow. device: stage -> a device name for each replica."""
 
     name: str
     stages: tuple[str, ...]
@@ -122,9 +124,10 @@ class Credits:
 
 @dataclass(frozen=True)
 class Graph:
-    """window: messages in one optimizer step; partial_window: whether a last one that is not full is stepped. threads: intra-op threads of every worker. stall_after: seconds without
-    any movement before the run is given up. snapshot: every so many windows. resolved: the merged YAML with its
-    overrides, before `${}`. files: what it was read from, in the order of overlaying."""
+    """window: messages in one optimizer step. partial_window: whether a last one that is not full is stepped.
+    threads: intra-op threads of every worker. stall_after: seconds without any movement before the run is given up.
+    snapshot: every so many windows. resolved: the merged YAML with its overrides, before `${}`. files: what it was read
+    from, in the order of overlaying."""
 
     name: str
     seed: int
@@ -243,8 +246,8 @@ def _worker(tree: Located, name: str, keys: WorkerKeys, transport: Transport) ->
 def _stage(tree: Located, name: str, use: str, replicas: int) -> StageSpec:
     where, _ = at(tree, ("stages", name, "use"))
     made, sig = used(tree, name)
-    parameters = {}
-    for key, entry in under(tree, "stages", name, "with").items():
+    parameters, written = {}, under(tree, "stages", name, "with")
+    for key, entry in written.items():
         if key not in sig.parameters:
             known = nearest(key, sig.parameters)
             raise BadInput(f"stages.{name}.with.{key}: {made.__name__} has no parameter {key!r}{known}", entry.where)
@@ -255,10 +258,10 @@ def _stage(tree: Located, name: str, use: str, replicas: int) -> StageSpec:
     spec = StageSpec(name, use, made, parameters, sig, where)
     try:
         spec.build().check(replicas)
-    except BadInput as error:
-        raise error.at(where, f"stages.{name}") from error
-    except ValueError as error:
-        raise BadInput(f"stages.{name}: {' '.join(str(error).split())}", where) from error
+    except (BadInput, ValueError) as error:
+        said = " ".join(str(error).split())
+        about = [written[word].where for word in re.findall(r"\w+", said) if word in written]
+        raise BadInput(f"stages.{name}: {said}", next(iter(about), where)) from error
     return spec
 
 

@@ -120,6 +120,18 @@ KEYS: dict[str, list[str]] = {
 }
 
 
+# words of pydantic about JSON -> words about YAML
+_WORDS = {
+    "Input should be": "should be",
+    " or should be": " or",
+    "an object": "a mapping",
+    "a valid array": "a list",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "greater than or equal to": "at least",
+}
+
+
 def validate(kind: Any, tree: Located, path: tuple[str, ...]) -> Any:
     """What is at a path of the tree, as `kind`. Raises `BadInput`.
 
@@ -158,8 +170,9 @@ def _complaint(tree: Located, path: tuple[str, ...], error: ValidationError) -> 
         choices = re.findall(r"'([^']*)'", first["ctx"]["expected"])
         return BadInput(f"{shown}unknown value {_shown(given)}{nearest(str(given), choices)}", where)
     alike = dict.fromkeys(e["msg"] for e in errors if at(tree, (*path, *e["loc"]))[1] == at(tree, loc)[1])
-    said = " or ".join(alike).replace("an object", "a mapping").replace("a valid array", "a list")
-    said = said.replace("Input should be", "should be").replace(" or should be", " or")
+    said = " or ".join(alike)
+    for pydantic_says, yaml_says in _WORDS.items():
+        said = said.replace(pydantic_says, yaml_says)
     return BadInput(f"{shown}{said[:1].lower()}{said[1:]}, got {_shown(given)}", where)
 
 

@@ -1,8 +1,9 @@
 """YAML with positions: every value knows its file and line; files extend and overlay one another.
 
 Scalars follow the YAML 1.2 core schema (`6e-4` is a number, `no` and `12:30` are strings). Mappings are merged key by
-key, lists and scalars are replaced, and null removes a stage, channel or worker of an earlier file. Each file counts
-once, after everything it extends, so two overlays may extend the same base.
+key, lists and scalars are replaced, null removes a stage, channel or worker of an earlier file, and a stage with a new
+`use:` and a `with:` of its own replaces the old one whole. Each file counts once, after everything it extends, so two
+overlays may extend the same base.
 """
 
 from __future__ import annotations
@@ -106,13 +107,13 @@ def parse(text: str, place: Callable[[int], str]) -> Located | None:
         return _tree(document, place, ()) if document is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = " ".join(f"{error.problem or error.context}".split())
-        if "'\\t'" in problem:
-            problem = "YAML is indented with spaces, not with a tab"
+        problem = ": ".join(part for part in (error.context, error.problem) if part)
+        if r"'\t'" in problem:
+            problem = "a tab (YAML is indented with spaces)"
         raise BadInput(f"not valid YAML: {problem}", place(mark.line + 1 if mark else 1)) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise BadInput(f"not valid YAML: character {error.character!r} is not allowed", place(line)) from error
+        raise BadInput(f"not valid YAML: character {ord(text[error.position])} is not allowed", place(line)) from error
     except RecursionError as error:
         raise BadInput("not valid YAML: nested too deeply", place(1)) from error
 
@@ -139,7 +140,7 @@ def _tree(node: yaml.Node, place: Callable[[int], str], around: tuple[yaml.Node,
     try:
         return Located(_SCALARS[kind](node.value), where)
     except (KeyError, ValueError) as error:
-        raise BadInput(f"cannot read {node.value!r} as {node.tag}", where) from error
+        raise BadInput(f"cannot read {node.value!r} as !!{kind}", where) from error
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -232,6 +233,14 @@ def overlay(base: Located, over: Located, path: tuple[str, ...] = ()) -> Located
             if merged.pop(key, None) is None:
                 name = f"{path[0]}.{key}"
                 raise BadInput(f"{name}: null removes, but nothing has that name{nearest(key, merged)}", entry.where)
+        elif key in merged and not (path == ("stages",) and _another_stage(merged[key], entry)):
+            merged[key] = overlay(merged[key], entry, (*path, key))
         else:
-            merged[key] = overlay(merged[key], entry, (*path, key)) if key in merged else entry
+            merged[key] = entry
     return Located(merged, over.where)
+
+
+def _another_stage(base: Located, over: Located) -> bool:
+    """Whether an entry names another class together with parameters: those of the old class are not meant for it."""
+    old, new = under(base), under(over)
+    return "with" in new and "use" in new and "use" in old and new["use"].value != old["use"].value

@@ -22,9 +22,9 @@ SHARES = (("busy", "green"), ("starved", "yellow"), ("blocked", "red"))
 def plain_line(view: View) -> str:
     """One line of progress: elapsed time, windows, metrics, and what every worker did with its time."""
     metrics = [f"{name} {_number(value)}" for name, value in scalars(view)]
-    workers = [f"{w.name} {100 * w.busy:.0f}%" for w in view.workers]
-    parts = [_clock(view.elapsed), f"window {view.window}", *metrics, f"busy: {', '.join(workers)}" if workers else ""]
-    return " · ".join(filter(None, parts))
+    workers = ", ".join(f"{w.name} {100 * w.busy:.0f}%" for w in view.workers) if view.elapsed >= 1 else ""
+    window = f"window {view.window:,}" if view.window else ""
+    return " · ".join(filter(None, [_clock(view.elapsed), window, *metrics, f"busy: {workers}" if workers else ""]))
 
 
 def closing_table(view: View) -> Table:
@@ -45,7 +45,7 @@ def closing_table(view: View) -> Table:
 def live_view(view: View, curves: Mapping[str, Iterable[float]] | None = None) -> RenderableType:
     """The whole run as one picture: workers with bars of their time, channels with their depth, metrics as curves."""
     workers = _table("worker", "", ">busy", "now")
-    workers.columns[1].header = Text(" · ").join(Text(share, colour) for share, colour in SHARES)
+    workers.columns[1].header = Text.assemble(*((f"{share} ", colour) for share, colour in SHARES))
     for worker in view.workers:
         now = Text(worker.now, "dim", no_wrap=True, overflow="ellipsis")
         workers.add_row(Text(worker.name, "bold"), _bar(worker), f"{100 * worker.busy:.0f} %", now)
@@ -77,13 +77,14 @@ def _table(*columns: str) -> Table:
 
 
 def _headline(view: View) -> str:
-    rate = f" ({view.window / view.elapsed:.2f} a second)" if view.elapsed > 0 else ""
-    return f"{view.run} · {view.window:,} windows in {_clock(view.elapsed)}{rate}"
+    windows = f"{view.window:,} windows in " if view.window else ""
+    return f"{view.run} · {windows}{_clock(view.elapsed)}"
 
 
 def scalars(view: View) -> list[tuple[str, int | float]]:
-    """The metrics that are plain numbers, in the order in which they were reported."""
-    return [(name, value) for name, value in view.metrics.items() if isinstance(value, int | float)]
+    """The metrics that are plain numbers, in the order in which they were reported; the headline counts the steps."""
+    numbers = ((name, value) for name, value in view.metrics.items() if isinstance(value, int | float))
+    return [(name, value) for name, value in numbers if name != "step"]
 
 
 def _bar(worker: WorkerShares) -> Text:

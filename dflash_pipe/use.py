@@ -52,7 +52,8 @@ def _own_names(module: ModuleType) -> list[str]:
 
 def _near_modules(missing: str) -> str:
     """The closest module beside the missing one; at the top level only what lies in the current folder counts."""
-    parent, _, name = missing.rpartition(".")
+    parent = missing.rpartition(".")[0]
     paths = list(sys.modules[parent].__path__) if parent else [str(Path.cwd())]
-    hint = nearest(name, [module.name for module in pkgutil.iter_modules(paths)])
+    beside = [f"{parent}.{module.name}".lstrip(".") for module in pkgutil.iter_modules(paths)]
+    hint = nearest(missing, beside)
     return hint if parent or hint.startswith(" (did") else ""

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from stages.arrow_rows import RECIPE
 
-__all__ = ["SCHEMA", "assemble", "write_shard"]
+__all__ = ["SCHEMA", "assemble", "copy_rows", "write_shard"]
 
 SCHEMA = pa.schema(
     [("input_ids", pa.large_list(pa.int32())), ("loss_mask", pa.large_list(pa.uint8())), ("id", pa.string())]
@@ -44,6 +44,16 @@ def assemble(shards: list[Path], file: Path, recipe: dict[str, Any]) -> None:
     with open(unfinished, "rb") as written:
         os.fsync(written.fileno())
     os.replace(unfinished, file)
+
+
+def copy_rows(file: Path, start: int, stop: int, shard: Path) -> None:
+    """Write rows start..stop of an assembled file as a shard again. Raises IndexError where it has fewer rows."""
+    with pa.memory_map(str(file)) as source:
+        table = pa.ipc.open_file(source).read_all()
+        if table.num_rows < stop:
+            raise IndexError(f"{file} has {table.num_rows} rows, not {stop}")
+        with pa.ipc.new_file(str(shard), SCHEMA) as out:
+            out.write_table(table.slice(start, stop - start).replace_schema_metadata(None))
 
 
 def _tables(files: list[Path]) -> Iterator[pa.Table]:

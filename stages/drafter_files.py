@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_pipe import BadInput
-from dflash_pipe.errors import nearest
 from stages.dflash_config import SLIDING
 from stages.dflash_model import DFlashModel, DrafterConfig, parameter_layout
 from stages.target_model import text_config
@@ -108,12 +107,15 @@ def load_drafter(folder: str | Path) -> tuple[DrafterConfig, DFlashModel]:
     (`target_layer_ids` is never guessed), a tensor missing, unexpected, or of another shape.
     """
     folder = Path(folder)
-    config = DrafterConfig.from_json(_read_json(folder, CONFIG)) if folder.is_dir() else None
-    if config is None:
+    if not folder.is_dir():
         raise BadInput(f"{folder} is not a directory (expected one with {CONFIG} and {WEIGHTS})")
+    try:
+        config = DrafterConfig.from_json(_read_json(folder, CONFIG))
+    except BadInput as error:
+        raise error.at(str(folder / CONFIG)) from None
     file = folder / WEIGHTS
     if not file.is_file():
-        raise BadInput(f"{folder} has no {WEIGHTS}")
+        raise BadInput(f"{WEIGHTS} is missing", str(folder))
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
@@ -122,7 +124,7 @@ def load_drafter(folder: str | Path) -> tuple[DrafterConfig, DFlashModel]:
     expected = {name: slot.shape for name, slot in parameter_layout(model).items()}
     for name, shape in expected.items():
         if name not in tensors:
-            raise BadInput(f"tensor {name} is missing{nearest(name, tensors) if len(tensors) < 9 else ''}", str(file))
+            raise BadInput(f"tensor {name} is missing", str(file))
         if tuple(tensors[name].shape) != shape:
             raise BadInput(f"tensor {name} is {list(tensors[name].shape)}, expected {list(shape)}", str(file))
     unexpected = sorted(set(tensors) - set(expected))
@@ -141,7 +143,7 @@ def read_record(folder: str | Path) -> dict[str, Any]:
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     file = folder / name
     if not file.is_file():
-        raise BadInput(f"{folder} has no {name}")
+        raise BadInput(f"{name} is missing", str(folder))
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "AcceptanceCounts",
     "Conversations",
     "FeatureBatch",
     "Gradients",
@@ -155,3 +156,20 @@ class TokenRows(Payload):
     input_ids: list[np.ndarray]
     loss_mask: list[np.ndarray]
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AcceptanceCounts(Payload):
+    """How far a drafter's blocks were accepted along the responses of a micro-batch.
+
+    tokens, verifications: [W] int64 for each of W responses: tokens emitted after its first one, and target passes that
+    emitted them. accepted: [b] int64, passes by the number of drafted tokens they accepted (0..b-1). offered: [b]
+    int64, passes in which slot k had a token of the response to be compared with (slot 0, the anchor: all of them).
+    unverified: responses of a single token, which no pass was needed for.
+    """
+
+    tokens: Tensor
+    verifications: Tensor
+    accepted: Tensor
+    offered: Tensor
+    unverified: int = 0

@@ -28,6 +28,7 @@ __all__ = ["ModelSource", "first_line", "load_tokenizer", "locate", "quiet", "te
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PATH_LIKE = re.compile(r"[/~]|\.\.?(/|$)|.*/.*/|.*/$")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """The model's own tokenizer (a `PreTrainedTokenizerBase`). Raises `BadInput` where it has none."""
     source = locate(model, revision)
     _check_model_type(source)
+    if not any(source.file(name) for name in _TOKENIZER_FILES):  # transformers would make up an empty one
+        raise source.complaint(f"it has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(source.place, revision=source.revision)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import numpy as np
 from dflash_pipe import BadInput, Context, Source, Stage
 from dflash_pipe.errors import nearest
 from stages.arrow_rows import recipe_of
-from stages.arrow_shards import assemble, write_shard
+from stages.arrow_shards import assemble, copy_rows, write_shard
 from stages.chat_tokens import ChatTokens, fingerprint
 from stages.conversations import parse_conversation
 from stages.messages import Conversations, TokenRows
@@ -26,6 +27,7 @@ from stages.target_model import load_tokenizer
 __all__ = ["ArrowWriter", "JsonlConversations", "Tokenise"]
 
 FORMAT = 1  # goes up whenever the same conversations would become other rows
+_FURTHER_ROW = re.compile(r"#\d+$")  # Regenerate's second, third, ... row of one conversation stays beside its first
 SHARD_TOKENS = 1 << 23  # tokens held in memory before a shard is written
 
 
@@ -148,7 +150,7 @@ class ArrowWriter(Stage):
     tokenizer, revision, thinking, max_length, responses ("given", or "target" where the target wrote them greedily),
     recipe (anything else that decides the rows): recorded in the files. A data set that says it was made in another
     way is not overwritten unless `overwrite`. Shards gather in `path`/.unfinished and become the files in `finish`;
-    a restored run keeps the shards that its snapshot knows. `path`/summary.txt says what was written, in words.
+    a restored run goes on with the rows that its snapshot knows. `path`/summary.txt says in words what was written.
     """
 
     path: str
@@ -215,6 +217,7 @@ class ArrowWriter(Stage):
             self._flush()
 
     def _is_held_out(self, name: str) -> bool:
+        name = _FURTHER_ROW.sub("", name)
         digest = hashlib.blake2b(f"{self.ctx.seed}:{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest) < self.held_out * 2**64
 
@@ -225,8 +228,9 @@ class ArrowWriter(Stage):
         for split, rows in self.pending.items():
             if not rows:
                 continue
-            name = f"{split}-{len(self.shards):05d}.arrow"
-            self.shards.append({"name": name, "split": split, **write_shard(self.staging / name, rows)})
+            start = _total(self.shards, split)["rows"]
+            name = f"{split}-{start}-{start + len(rows)}.arrow"  # rows and name decide each other
+            self.shards.append({"name": name, "split": split, "start": start, **write_shard(self.staging / name, rows)})
             rows.clear()
         self.waiting = 0
 
@@ -245,37 +249,50 @@ class ArrowWriter(Stage):
     def restore(self, state: dict[str, Any]) -> None:
         if state["key"] != self.made["key"]:
             raise BadInput(f"{self.path}: the snapshot belongs to rows that are made in another way")
-        lost = [shard["name"] for shard in state["shards"] if not (self.staging / shard["name"]).exists()]
-        if lost:
-            raise BadInput(f"{self.staging / lost[0]} is gone: the snapshot cannot be gone on with")
         self.shards, self.dropped = list(state["shards"]), Counter(state["dropped"])
+        self._clear_staging()
+        for shard in self.shards:
+            if not (self.staging / shard["name"]).exists():
+                self._recover(shard)
+
+    def _recover(self, shard: dict[str, Any]) -> None:
+        """A shard that `finish` of a stopped run has put into its whole file already."""
+        whole = self.folder / f"{shard['split']}.arrow"
+        try:
+            if not whole.exists() or recipe_of(whole).get("key") != self.made["key"]:
+                raise IndexError(f"{whole} is not of this run")
+            copy_rows(whole, shard["start"], shard["start"] + shard["rows"], self.staging / shard["name"])
+        except IndexError as error:
+            raise BadInput(f"cannot go on: shard {self.staging / shard['name']} is gone, and {error}") from None
 
     def finish(self) -> None:
-        """Put the shards together. Raises `BadInput` if there is no row with a supervised token."""
+        """Put the shards together, also those of a stopped run. Raises `BadInput` if no row has a supervised token."""
         self._flush()
-        if not any(shard["supervised"] for shard in self.shards if shard["split"] == "train"):
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "nothing was read"
-            raise BadInput(f"{self.path}: no row to train on has a supervised token (dropped: {reasons})")
+        total = _total(self.shards)
+        if not total["rows"] and not self.dropped:
+            return  # stopped before anything was read
+        if not _total(self.shards, "train")["supervised"]:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+            raise BadInput(f"{self.path}: no row to train on has a supervised token (dropped: {reasons or 'none'})")
         for split in ("eval", "train"):  # train last: where it is, everything is
-            shards = [shard for shard in self.shards if shard["split"] == split]
-            if shards:
-                made = {**self.made, "split": split, **_total(shards), "dropped": dict(self.dropped)}
-                files = [self.staging / shard["name"] for shard in shards]
+            files = [self.staging / shard["name"] for shard in self.shards if shard["split"] == split]
+            if files:
+                made = {**self.made, "split": split, **_total(self.shards, split), "dropped": dict(self.dropped)}
                 assemble(files, self.folder / f"{split}.arrow", made)
             else:
                 (self.folder / f"{split}.arrow").unlink(missing_ok=True)  # of an overwritten data set
-        (self.folder / "summary.txt").write_text(self._summary())
+        (self.folder / "summary.txt").write_text(self._summary(), encoding="utf-8")
         shutil.rmtree(self.staging)
-        rows = sum(shard["rows"] for shard in self.shards)
         dropped = {f"rows_dropped.{reason.replace(' ', '_')}": count for reason, count in self.dropped.items()}
-        self.ctx.report({"rows_read": rows + self.dropped.total(), "rows_written": rows, **dropped})
+        rows_read = total["rows"] + self.dropped.total()
+        self.ctx.report({"rows_read": rows_read, "rows_written": total["rows"], **dropped})
 
     def _summary(self) -> str:
         dropped = self.dropped.total()
-        lines = [f"{sum(s['rows'] for s in self.shards) + dropped} conversations read, {dropped} dropped"]
+        lines = [f"{_total(self.shards)['rows'] + dropped} rows read, {dropped} dropped"]
         lines += [f"  {count:>8} {reason}" for reason, count in self.dropped.most_common()]
         for split in ("train", "eval"):
-            total = _total([shard for shard in self.shards if shard["split"] == split])
+            total = _total(self.shards, split)
             share = total["supervised"] / max(total["tokens"], 1)
             lines.append(f"{split}: {total['rows']} rows, {total['tokens']} tokens, {share:.1%} supervised")
         for key in ("tokenizer", "revision", "template", "thinking", "max_length", "responses", "seed"):
@@ -283,5 +300,7 @@ class ArrowWriter(Stage):
         return "\n".join(lines) + "\n"
 
 
-def _total(shards: list[dict[str, Any]]) -> dict[str, int]:
-    return {key: sum(shard[key] for shard in shards) for key in ("rows", "tokens", "supervised")}
+def _total(shards: list[dict[str, Any]], split: str | None = None) -> dict[str, int]:
+    """Rows, tokens and supervised tokens of the shards of a split (None: of all)."""
+    chosen = [shard for shard in shards if split in (None, shard["split"])]
+    return {key: sum(shard[key] for shard in chosen) for key in ("rows", "tokens", "supervised")}

@@ -180,7 +180,10 @@ def _weight(name: str, shape: tuple[int, ...], config: Any) -> Tensor:
     if len(shape) == 1:  # a norm; Qwen3.5's add 1 to their weight, but for the one inside a Gated DeltaNet layer
         return torch.full(shape, 0.0 if config.model_type == "qwen3_5_text" and "linear_attn" not in name else 1.0)
     gain = 1.0 if "embed_tokens" in name else 1.6 / math.sqrt(math.prod(shape[1:]))
-    return torch.randn(shape, generator=draw) * gain
+    value = torch.randn(shape, generator=draw) * gain
+    if name == ("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"):
+        value[config.eos_token_id] *= 1.7  # so that answers end now and then
+    return value
 
 
 def _tokenizer() -> Any:

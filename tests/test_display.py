@@ -40,12 +40,12 @@ def cells(line):
 
 def test_the_live_view_shows_workers_channels_and_metrics():
     shown = rows(drawn(live_view(VIEW)))
-    assert "demo · 16 windows in 0:16 (0.98 a second)" in shown["demo"]
+    assert "demo · 16 windows in 0:16" in shown["demo"]
     assert "75 %" in shown["target"] and shown["target"].rstrip().endswith("forward of message 127")
     assert shown["optim"].rstrip().endswith("waits for input of 'grads'")
     assert all(part in shown["features"] for part in ("▮▮▮▮▯▯▯▯", "1/2", "3 MiB", "1,280"))
-    assert "2.346" in shown["loss"] and "15,321" in shown["tokens_per_second"] and "16" in shown["step"]
-    assert "per_slot" not in shown and "note" not in shown  # only plain numbers are drawn
+    assert "2.346" in shown["loss"] and "15,321" in shown["tokens_per_second"]
+    assert shown.keys().isdisjoint({"per_slot", "note", "step"})  # only plain numbers; steps are in the headline
 
 
 def test_a_bar_is_stacked_and_always_full():
@@ -71,12 +71,12 @@ def test_on_a_narrow_terminal_only_what_each_worker_does_now_is_cut(width):
 def test_an_empty_run_is_drawn():
     empty = View("empty", 0.0, 0, (), ())
     assert "empty" in drawn(live_view(empty)) and "empty" in drawn(closing_table(empty))
-    assert plain_line(empty) == "0:00 · window 0"
+    assert plain_line(empty) == "0:00"
 
 
 def test_the_plain_line_is_one_line():
     assert plain_line(replace(VIEW, elapsed=3725.0)) == (
-        "1:02:05 · window 16 · loss 2.346 · tokens_per_second 15,321 · step 16 · busy: target 75%, optim 10%"
+        "1:02:05 · window 16 · loss 2.346 · tokens_per_second 15,321 · busy: target 75%, optim 10%"
     )
 
 
@@ -118,8 +118,8 @@ def test_on_a_terminal_the_picture_is_redrawn_and_then_replaced_by_the_table():
     with Display(run, screen, every=0.001):
         run.wait()
     text = screen.file.getvalue()
-    assert text.count("busy · starved · blocked") >= 3
-    assert text.rindex("messages") > text.rindex("busy · starved · blocked")
+    assert text.count("busy starved blocked") >= 3
+    assert text.rindex("messages") > text.rindex("busy starved blocked")
     assert not drawing()
 
 

@@ -37,6 +37,7 @@ FRAMEWORK = {
     "worker": BASE | RUNNING,
     "wiring": BASE | RUNNING | {"worker"},
     "runtime": BASE | RUNNING | {"check", "worker", "wiring"},
+    "run_folder": BASE | {"stats"},
     "cli": ...,  # the top: anything
     "__init__": BASE | {"stage", "transport"},
 }

@@ -242,7 +242,7 @@ def test_files_say_how_they_were_made(tmp_path: Path) -> None:
     assert recipe["dropped"] == {"no assistant turn": 2} and len(recipe["template"]) == 16
     assert recipe["recipe"] == {"reader": {"path": "p.jsonl"}}
     summary = (tmp_path / "summary.txt").read_text()
-    assert "3 conversations read, 2 dropped" in summary and "1 rows, 9 tokens, 33.3% supervised" in summary
+    assert "3 rows read, 2 dropped" in summary and "1 rows, 9 tokens, 33.3% supervised" in summary
     assert reports == [{"rows_read": 3, "rows_written": 1, "rows_dropped.no_assistant_turn": 2}]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["summary.txt", "train.arrow"]
 
@@ -268,27 +268,45 @@ def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "train.arrow").exists()
 
 
-@pytest.mark.parametrize("written_after", [0, 2])
-def test_a_killed_writer_goes_on_from_its_snapshot(tmp_path: Path, written_after: int) -> None:
+@pytest.mark.parametrize("after", ["killed at once", "killed later", "stopped"])
+def test_a_broken_writer_goes_on_from_its_snapshot(tmp_path: Path, after: str) -> None:
     write_all(tmp_path / "whole", held_out=0.2)
     stage = writer(tmp_path / "broken", held_out=0.2)
     stage.process(token_rows(0, 50))
     state = json.loads(json.dumps(stage.state()))
-    for k in range(written_after):  # shards that the snapshot does not know
-        stage.process(token_rows(50 + 50 * k, 50))
+    if after == "killed later":  # rows that the snapshot does not know
+        stage.process(token_rows(50, 70))
         stage.state()
-    resumed = writer(tmp_path / "broken", held_out=0.2)
-    resumed.restore(state)
-    for first in (50, 100, 150):
-        resumed.process(token_rows(first, 50))
-    resumed.finish()
-    for name in ("train.arrow", "eval.arrow"):
-        assert content(tmp_path / "broken" / name) == content(tmp_path / "whole" / name)
-    fresh = writer(tmp_path / "broken", held_out=0.2)
-    with pytest.raises(BadInput, match="is gone"):
-        fresh.restore(state)
-    with pytest.raises(BadInput, match="made in another way"):
-        writer(tmp_path / "other", held_out=0.3).restore(state)
+    elif after == "stopped":  # what was read until then is a data set, and the shards are gone
+        stage.finish()
+        assert len(content(tmp_path / "broken" / "train.arrow")) < 50
+    for _ in range(2):  # going on twice from one snapshot
+        resumed = writer(tmp_path / "broken", held_out=0.2)
+        resumed.restore(state)
+        for first in (50, 100, 150):
+            resumed.process(token_rows(first, 50))
+        resumed.finish()
+        for name in ("train.arrow", "eval.arrow"):
+            assert content(tmp_path / "broken" / name) == content(tmp_path / "whole" / name)
+
+
+def test_a_snapshot_without_its_rows_is_refused(tmp_path: Path) -> None:
+    stage = writer(tmp_path / "a")
+    stage.process(token_rows(0, 50))
+    state = stage.state()
+    for path, fields, said in ((tmp_path / "b", {}, "is gone"), (tmp_path / "a", {"thinking": True}, "in another way")):
+        with pytest.raises(BadInput, match=said):
+            writer(path, **fields).restore(state)
+
+
+def test_rows_of_one_conversation_stay_together(tmp_path: Path) -> None:
+    stage = writer(tmp_path, held_out=0.5)
+    for number in ("", "#2", "#3"):
+        rows = token_rows(0, 40)
+        stage.process(TokenRows([name + number for name in rows.ids], rows.input_ids, rows.loss_mask, {}))
+    stage.finish()
+    sides = [{row[0] for row in content(tmp_path / name)} for name in ("train.arrow", "eval.arrow")]
+    assert sides[0].isdisjoint(sides[1]) and len(sides[0] | sides[1]) == 40
 
 
 def test_from_text_to_training_rows(tmp_path: Path) -> None:

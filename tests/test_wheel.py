@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+GRAPHS = ["graphs/sequential.yaml", "graphs/targets/tiny_qwen3.yaml"]
 LOOK = """
 import importlib.resources, importlib.metadata, sys
 import dflash_pipe, graphs, stages, benchmarks
@@ -54,6 +55,6 @@ def test_the_command_is_declared_and_the_licence_goes_along(unpacked):
 
 def test_shipped_graphs_are_found_without_the_checkout(unpacked, tmp_path):
     script = "import sys; from dflash_pipe.cli import main; sys.argv[0] = 'dflash-pipe'; main()"
-    ended = run(unpacked, tmp_path, sys.executable, "-c", script, "plan", "graphs/sequential.yaml")
+    ended = run(unpacked, tmp_path, sys.executable, "-c", script, "plan", *GRAPHS)
     assert ended.returncode == 0, ended.stderr
     assert "optimizer" in ended.stdout

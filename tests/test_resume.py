@@ -1,0 +1,86 @@
+"""A training that is killed anywhere and resumed, in the same or another topology, ends in the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_pipe.errors import BadInput
+from dflash_pipe.snapshot import newest, read
+from tests.training import GRAPHS, TINY, run_of, train, write_rows
+
+TOPOLOGIES = ("sequential", "overlapped", "parallel_target", "data_parallel")
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    rows = write_rows(tmp_path_factory.mktemp("rows") / "train.arrow", vocabulary=300)
+    return [f"data.path={rows}", *TINY, "window=2", "data.epochs=6", f"data.steps={STEPS}"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    done = train(["sequential", "targets/tiny_llama"], settings, tmp_path_factory.mktemp("unbroken"))
+    assert len(done.digests) == STEPS
+    return done.weights
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_killed_after_any_step(settings: list[str], unbroken: bytes, step: int, tmp_path: Path) -> None:
+    graphs = itertools.cycle(TOPOLOGIES)
+    before, after = next(itertools.islice(graphs, step, None)), next(graphs)
+    every = 1 + step % 3  # up to two steps after the newest snapshot are computed again
+    run = run_of([before, "targets/tiny_llama"], [*settings, f"snapshot={every}"], tmp_path)
+
+    def die(metrics: dict[str, Any]) -> None:
+        if metrics.get("step") == step:
+            raise Killed
+
+    run.on_report = die
+    with pytest.raises(ExceptionGroup) as failed:
+        run.execute()
+    assert failed.group_contains(Killed)
+    if step < every:
+        with pytest.raises(BadInput, match="nothing to resume"):
+            newest(tmp_path)
+        return
+    restored = read(newest(tmp_path))
+    assert restored.window == step - step % every
+    resumed = train([after, "targets/tiny_llama"], settings, tmp_path, restored)
+    assert len(resumed.digests) == STEPS - restored.window
+    assert resumed.weights == unbroken
+
+
+def test_another_recipe_is_refused(settings: list[str], tmp_path: Path) -> None:
+    train(["sequential", "targets/tiny_llama"], [*settings, "data.steps=2"], tmp_path)
+    with pytest.raises(BadInput, match="another dataflow"):
+        run_of(["sequential", "targets/tiny_llama"], [*settings, "data.steps=2", "optimizer.lr=1e-5"], tmp_path, read(newest(tmp_path)))
+
+
+def test_sigkill_and_the_command_line(settings: list[str], unbroken: bytes, tmp_path: Path) -> None:
+    """The same with a real process and a real SIGKILL, resumed by the command that a user types."""
+    overrides = [*settings, "name=killed", "snapshot=1"]
+    files = [str(GRAPHS / "overlapped.yaml"), str(GRAPHS / "targets" / "tiny_llama.yaml")]
+    command = [sys.executable, "-m", "dflash_pipe.cli", "run", "--plain", "--runs", str(tmp_path)]
+    with subprocess.Popen([*command, *files, *overrides], stdout=subprocess.DEVNULL) as running:
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert running.poll() is None, "ended before it could be killed"
+            os.sched_yield()
+        running.send_signal(signal.SIGKILL)
+    subprocess.run(
+        [*command, "--resume", str(tmp_path / "killed")], check=True, stdout=subprocess.DEVNULL, timeout=100
+    )
+    assert (tmp_path / "killed" / "export" / "model.safetensors").read_bytes() == unbroken
