@@ -6,11 +6,13 @@ import sys
 
 import typer
 
+from benchmarks.handoff import handoff
 from benchmarks.parity import parity
 from dflash_pipe import BadInput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(lambda: None)  # a list of commands even while it has one entry
+app.command()(handoff)
 app.command()(parity)
 
 

@@ -7,18 +7,21 @@
   A message larger than the whole limit is admitted when the channel is empty.
 - `receive` is atomic: a message is either delivered or still there.
 - Always: sent == received + dropped + depth.
+
+Cancel the channel, never a task that waits at one: until Python 3.13 asyncio may lose the wake-up meant for another.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import Any
 
 import janus
 
 from dflash_pipe.errors import BrokenChannel, Cancelled, EndOfChannel
 from dflash_pipe.message import ELSEWHERE, Message, payload_bytes
-from dflash_pipe.stats import BLOCKED, STARVED, Activity, ChannelLoad, activity_here
+from dflash_pipe.stats import BLOCKED, BUSY, STARVED, Activity, ChannelLoad, activity_here
 
 __all__ = ["Channel", "Receiver", "Sender"]
 
@@ -27,29 +30,32 @@ _RECEIVING = object()
 _Parcel = tuple[Message, int, int]  # a message, its bytes, and the room it takes (none if it was dealt elsewhere)
 
 
-class _Store(janus.Queue[_Parcel]):
+class _Store(janus.Queue[_Parcel | None]):
     """janus with room counted in messages and bytes, and with who waits for it.
 
     janus runs these documented hooks under its lock, and asks `_qsize` just before it lets a caller wait: the one
-    place where a worker's state can be flipped together with the queue's.
+    place where a worker's state can be flipped together with the queue's. `cut`: nothing is delivered any more.
     """
 
     def __init__(self, name: str, items: int, nbytes: int | None) -> None:
         self.max_items, self.max_bytes = items, nbytes
+        self._plain_room = items if nbytes is None else 0  # while it holds fewer, any message fits
         self.items = self.nbytes = 0
         self.sent = self.received = self.dropped = 0
+        self.cut = False
+        self.rest: list[_Parcel] = []
         self._input, self._room = f"input from {name!r}", f"room in {name!r}"
         super().__init__(_FULL)
 
     def _init(self, maxsize: int) -> None:
-        self._queue: deque[_Parcel] = deque()
+        self._parcels: deque[_Parcel] = deque()
 
     def _qsize(self) -> int:
-        if not self._queue:
-            if (activity := activity_here()).offer is _RECEIVING:
+        if not self._parcels:
+            if not self.cut and (activity := activity_here()).offer is _RECEIVING:
                 activity.wait(STARVED, self._input)
             return _EMPTY
-        if self.items < self.max_items and self.max_bytes is None:
+        if self.items < self._plain_room:
             return _ROOM
         activity = activity_here()
         if activity.offer is None or activity.offer is _RECEIVING or self._fits(activity.offer):
@@ -63,23 +69,24 @@ class _Store(janus.Queue[_Parcel]):
             return True
         return self.items < self.max_items and (self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
 
-    def _put(self, item: _Parcel) -> None:
-        self.nbytes += item[1]
-        self.items += item[2]
+    def _put(self, item: Any) -> None:
+        _, nbytes, items = item
+        self.nbytes += nbytes
+        self.items += items
         self.sent += 1
-        self._queue.append(item)
-        activity_here().resume()
+        self._parcels.append(item)
 
-    def _get(self) -> _Parcel:
-        parcel = self._queue.popleft()
-        self.nbytes -= parcel[1]
-        self.items -= parcel[2]
-        activity = activity_here()
-        if activity.offer is _RECEIVING:
-            self.received += 1
-            activity.resume()
-        else:  # the channel is being emptied, nobody receives this
+    def _get(self) -> _Parcel | None:
+        """The next parcel, or None if the channel was cut: then it is only laid aside."""
+        parcel = self._parcels.popleft()
+        _, nbytes, items = parcel
+        self.nbytes -= nbytes
+        self.items -= items
+        if self.cut:
             self.dropped += 1
+            self.rest.append(parcel)
+            return None
+        self.received += 1
         return parcel
 
 
@@ -125,10 +132,16 @@ class Channel:
         return self._store.sent, self._store.received, self._store.dropped
 
     def _shut(self, ending: type[BaseException]) -> None:
+        """End it; a harder ending overrides: EndOfChannel < BrokenChannel < Cancelled."""
         with self._ends:
-            if self._ending is None or ending is Cancelled or self._ending is EndOfChannel:
+            if self._ending is not Cancelled and (self._ending is not BrokenChannel or ending is Cancelled):
                 self._ending = ending
-        self._store.shutdown(immediate=ending is not EndOfChannel)
+        if ending is EndOfChannel:
+            self._store.shutdown(immediate=False)
+            return
+        self._store.cut = True
+        self._store.shutdown(immediate=True)
+        self._store.rest.clear()  # outside the lock: what a payload does when it is deleted is its own affair
 
     def _sender_left(self) -> None:
         with self._ends:
@@ -155,11 +168,12 @@ class Channel:
 
 
 class Sender:
-    """A sending end. One worker owns it."""
+    """A sending end. One worker owns it: whoever uses it first."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._open = True
+        self._activity: Activity | None = None
         self._put = channel._store.sync_q.put
 
     def send(self, message: Message) -> None:
@@ -167,20 +181,23 @@ class Sender:
 
         Raises BrokenChannel if every receiver has left, Cancelled if the run is torn down.
         """
-        activity = self._offering(message)
+        activity = self._activity or self._owned()
+        parcel = activity.offer = _parcel(message)
         try:
-            self._put(activity.offer)
+            self._put(parcel)
         except janus.SyncQueueShutDown:
             raise self.channel._why() from None
         finally:
             activity.offer = None
-            activity.resume()
+            if activity.state is not BUSY:
+                activity.resume()
 
     async def asend(self, message: Message) -> None:
         """`send` for a coroutine: suspends it instead of blocking the thread."""
-        activity = self._offering(message)
+        activity = self._activity or self._owned()
+        parcel = activity.offer = _parcel(message)
         try:
-            await self.channel._store.async_q.put(activity.offer)
+            await self.channel._store.async_q.put(parcel)
         except janus.AsyncQueueShutDown:
             raise self.channel._why() from None
         finally:
@@ -190,60 +207,73 @@ class Sender:
     def close(self) -> None:
         """Nothing more will be sent from here. Closing twice is allowed."""
         if self._open:
-            self._open = False
+            self._open, self._activity = False, None
             self.channel._sender_left()
 
-    def _offering(self, message: Message) -> Activity:
+    def _owned(self) -> Activity:
         if not self._open:
             raise ValueError(f"channel {self.channel.name!r}: send after close")
-        activity = activity_here()
-        payload = message.payload
-        activity.offer = (message, 0, 0) if payload is ELSEWHERE else (message, payload_bytes(payload), 1)
-        return activity
+        self._activity = activity_here()
+        return self._activity
+
+
+def _parcel(message: Message) -> _Parcel:
+    payload = message.payload
+    if payload is ELSEWHERE:
+        return message, 0, 0
+    return message, payload_bytes(payload) if type(payload) is tuple else getattr(payload, "nbytes", 0), 1
 
 
 class Receiver:
-    """A receiving end. One worker owns it."""
+    """A receiving end. One worker owns it: whoever uses it first."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._open = True
+        self._activity: Activity | None = None
         self._get = channel._store.sync_q.get
 
     def receive(self) -> Message:
         """The next message; blocks the calling thread while there is none.
 
-        Raises EndOfChannel after the last message, Cancelled if the run is torn down.
+        Raises EndOfChannel after the last message, BrokenChannel if another receiver has cut the channel, Cancelled if
+        the run is torn down.
         """
-        activity = self._receiving()
+        activity = self._activity or self._owned()
+        activity.offer = _RECEIVING
         try:
-            return self._get()[0]
+            parcel = self._get()
         except janus.SyncQueueShutDown:
             raise self.channel._why() from None
         finally:
-            activity.offer = None
-            activity.resume()
+            if activity.state is not BUSY:
+                activity.resume()
+        if parcel is None:
+            raise self.channel._why()
+        return parcel[0]
 
     async def areceive(self) -> Message:
         """`receive` for a coroutine."""
-        activity = self._receiving()
+        activity = self._activity or self._owned()
+        activity.offer = _RECEIVING
         try:
-            return (await self.channel._store.async_q.get())[0]
+            parcel = await self.channel._store.async_q.get()
         except janus.AsyncQueueShutDown:
             raise self.channel._why() from None
         finally:
-            activity.offer = None
             activity.resume()
-
-    def _receiving(self) -> Activity:
-        if not self._open:
-            raise ValueError(f"channel {self.channel.name!r}: receive after close")
-        activity = activity_here()
-        activity.offer = _RECEIVING
-        return activity
+        if parcel is None:
+            raise self.channel._why()
+        return parcel[0]
 
     def close(self) -> None:
         """Nothing more will be received here. Closing twice is allowed."""
         if self._open:
-            self._open = False
+            self._open, self._activity = False, None
             self.channel._receiver_left()
+
+    def _owned(self) -> Activity:
+        if not self._open:
+            raise ValueError(f"channel {self.channel.name!r}: receive after close")
+        self._activity = activity_here()
+        return self._activity

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a stage failed, 2 bad input (one line says what), 130 / 14
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -25,33 +26,35 @@ from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.run_folder import RunFolder, fresh
 from dflash_pipe.runtime import Result, Run
-from dflash_pipe.snapshot import Snapshot, newest
+from dflash_pipe.snapshot import Snapshot, has_snapshot, newest
 from dflash_pipe.snapshot import read as read_snapshot
 
-__all__ = ["app", "execute", "main", "opened"]
+__all__ = ["app", "execute", "failures_to_exit_codes", "main", "opened"]
 
 # Python lets a thread that computes in pure Python keep the interpreter for 5 ms; with a stage that tokenises beside
 # stages that hand off, a tenth of that costs the pipeline 1.5 % instead of 12 %.
 _SWITCH_INTERVAL = 0.0005
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
-Graphs = Annotated[list[str], typer.Argument(metavar="FILE... [KEY=VALUE]...", help="graph files, then overrides")]
-MaybeGraphs = Annotated[
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+Graphs = Annotated[
     list[str] | None, typer.Argument(metavar="FILE... [KEY=VALUE]...", help="graph files, then overrides")
 ]
+# The error of a wrong command line. typer exports only what is made of it (and has its own click since 0.26).
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @app.command()
 def run(
-    graphs: MaybeGraphs = None,
+    graphs: Graphs = None,
     resume: Annotated[Path | None, typer.Option(help="go on after the newest snapshot of this run folder")] = None,
     runs: Annotated[Path, typer.Option(help="where run folders are made")] = Path("runs"),
     plain: Annotated[bool, typer.Option("--plain", help="plain progress lines instead of the live view")] = False,
 ) -> None:
     """Run a graph to its end. With --resume and no FILE, the graph is the one in the run folder."""
     restored = read_snapshot(newest(resume)) if resume else None
-    graph = opened([str(resume / "graph.yaml")] if resume and not graphs else graphs or [])
-    chosen = graph.name != Path(graph.files[0]).stem
+    arguments = graphs or []
+    graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not _files(arguments) else arguments)
+    chosen = graph.name not in {Path(file).stem for file in graph.files}
     folder = resume or fresh(runs, graph.name, chosen=chosen)
     console = Console(force_terminal=False) if plain else Console()
     sys.setswitchinterval(_SWITCH_INTERVAL)
@@ -63,29 +66,34 @@ def run(
 
 @app.command()
 def plan(
-    graphs: Graphs,
+    graphs: Graphs = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="a mermaid flowchart instead of tables")] = False,
 ) -> None:
     """Show what would run where, and how messages travel, without running anything."""
-    laid_out: Plan = lay_out(opened(graphs))
+    laid_out: Plan = lay_out(opened(graphs or []))
     print(laid_out.mermaid() if mermaid else laid_out.table())
 
 
 @app.command()
-def check(graphs: Graphs) -> None:
+def check(graphs: Graphs = None) -> None:
     """Check a graph without running anything."""
-    graph = opened(graphs)
+    graph = opened(graphs or [])
     print(f"{', '.join(graph.files)}: {len(graph.stages)} stages on {len(lay_out(graph).workers)} workers, all sound")
 
 
 def opened(arguments: list[str]) -> Graph:
     """Load and check the graph that these files and overrides give. Raises BadInput."""
-    files = [a for a in arguments if "=" not in a or Path(a).exists()]
+    files = _files(arguments)
     if not files:
         raise BadInput("no graph file given (for example graphs/overlapped.yaml)", "command line")
     graph = load(files, [a for a in arguments if a not in files])
     check_graph(graph)
     return graph
+
+
+def _files(arguments: list[str]) -> list[str]:
+    """Those that are not overrides."""
+    return [a for a in arguments if "=" not in a or Path(a).is_file()]
 
 
 def execute(
@@ -95,20 +103,20 @@ def execute(
     with RunFolder(folder) as opened_folder:
         running = Run(lay_out(graph), folder, restored)
         running.on_report = opened_folder.report
-        (folder / "graph.yaml").write_text(dump(graph))
-        opened_folder.log(
-            f"run {graph.name} from {', '.join(graph.files)}, window {restored.window if restored else 0}"
-        )
+        opened_folder.keep_graph(dump(graph))
+        at = f"window {restored.window}" if restored else "the beginning"
+        opened_folder.log(f"run {graph.name} ({', '.join(graph.files)}) from {at}")
         try:
             with Display(running.view, console):
                 result = running.execute(signals=signals)
         except BaseException:
             opened_folder.log(f"failed\n{traceback.format_exc()}")
-            console.print(f"failed; the log is in {folder / 'log.txt'}", highlight=False)
+            for line in (f"failed; the log is in {folder / 'log.txt'}", *_resume_line(folder)):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             raise
         for line in _closing_lines(result, folder):
             opened_folder.log(line)
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         return result
 
 
@@ -118,27 +126,39 @@ def _closing_lines(result: Result, folder: Path) -> Iterator[str]:
     if result.left_behind:
         yield f"still computing when the run was given up: {', '.join(result.left_behind)}"
     if result.cancelled:
-        yield "cancelled; what was in flight is lost, the newest snapshot is whole"
+        yield "cancelled; what was in flight is lost"
     elif result.stopped:
         yield f"stopped by {result.stopped.name} at the end of a window"
-    if (result.stopped or result.cancelled) and result.snapshot:
-        yield f"resume: dflash-pipe run --resume {folder}"
+    if result.stopped or result.cancelled:
+        yield from _resume_line(folder)
     yield f"run folder: {folder}"
+
+
+def _resume_line(folder: Path) -> Iterator[str]:
+    """How to go on, if there is a snapshot to go on from."""
+    if has_snapshot(folder):
+        yield f"resume: dflash-pipe run --resume {shlex.quote(str(folder))}"
 
 
 def main() -> None:
     """Entry point: turns failures into exit codes."""
-    with _failures_to_exit_codes():
-        app(standalone_mode=True)
+    with failures_to_exit_codes():
+        _leave(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
 
 
 @contextmanager
-def _failures_to_exit_codes() -> Iterator[None]:
+def failures_to_exit_codes() -> Iterator[None]:
+    """Say what failed on stderr and leave with the exit code of the module's docstring."""
     try:
         yield
     except BadInput as error:
         print(error, file=sys.stderr)
         _leave(2)
+    except _UsageError as error:
+        print(f"command line: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
+        _leave(2)
+    except KeyboardInterrupt:  # before the run took the signals
+        _leave(128 + signal.SIGINT)
     except BaseExceptionGroup as failures:
         bad, other = failures.split(BadInput)
         if bad is not None and other is None:

@@ -164,6 +164,8 @@ def _complaint(tree: Located, path: tuple[str, ...], error: ValidationError) -> 
         return BadInput(f"{shown}unknown key {loc[-1]!r}{nearest(str(loc[-1]), KEYS.get(above, []))}", where)
     if kind == "missing":
         return BadInput(f"{shown}key {loc[-1]!r} is missing", where)
+    if kind == "too_short":
+        return BadInput(f"{shown}needs at least one entry", where)
     if kind == "string_pattern_mismatch":
         return BadInput(f"{shown}a name begins with a letter and has letters, digits, '_' and '-'", where)
     if kind == "literal_error":

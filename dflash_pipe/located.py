@@ -81,7 +81,7 @@ def under(tree: Located, *path: str) -> dict[str, Located]:
 
 def dumps(value: Any) -> str:
     """YAML text that reads back as the same value."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)
 
 
 def at(tree: Located, path: Iterable[str | int]) -> tuple[str, str]:

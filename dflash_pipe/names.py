@@ -23,7 +23,7 @@ __all__ = ["missing", "override", "resolve", "used"]
 
 COMMAND_LINE = "command line"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 def override(tree: Located, text: str) -> Located:
@@ -41,14 +41,14 @@ def override(tree: Located, text: str) -> Located:
     return replace(overlay(tree, value), where=tree.where)
 
 
-def _full_path(tree: Located, key: str) -> Path:
+def _full_path(tree: Located, key: str) -> KeyPath:
     first, *rest = parts = key.split(".")
     if first in KEYS[""]:
         inside = under(tree, first)
         if first in SECTIONS and len(rest) > 1 and rest[0] not in inside:
             raise BadInput(f"{key}: no {first[:-1]} {rest[0]!r}{nearest(rest[0], inside)}", COMMAND_LINE)
         return tuple(parts)
-    means: dict[str, list[Path]] = {}
+    means: dict[str, list[KeyPath]] = {}
     for section in SECTIONS:
         if first in under(tree, section):
             known = used(tree, first)[1].parameters if section == "stages" else KEYS[section]
@@ -76,7 +76,7 @@ def resolve(tree: Located) -> Located:
     return _resolved(tree, tree, (), ())
 
 
-def _resolved(tree: Located, entry: Located, path: Path, active: tuple[Path, ...]) -> Located:
+def _resolved(tree: Located, entry: Located, path: KeyPath, active: tuple[KeyPath, ...]) -> Located:
     """entry, found at path, without references. active: the references being followed."""
     if isinstance(entry.value, dict):
         return replace(entry, value={k: _resolved(tree, v, (*path, k), active) for k, v in entry.value.items()})
@@ -106,7 +106,7 @@ def _resolved(tree: Located, entry: Located, path: Path, active: tuple[Path, ...
     return look(whole) if whole else replace(entry, value=_REFERENCE.sub(text, entry.value))
 
 
-def _find(tree: Located, name: str) -> tuple[Path, Located]:
+def _find(tree: Located, name: str) -> tuple[KeyPath, Located]:
     """The full path that a reference means, and what is there."""
     path = tuple(name.split("."))
     if path[0] not in tree.value:

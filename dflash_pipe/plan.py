@@ -5,9 +5,11 @@ Pure: nothing is opened. `Plan.table()` and `Plan.mermaid()` show it to a person
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_pipe.errors import BadInput
 from dflash_pipe.graph import ChannelSpec, Graph, PortRef, WorkerSpec
 
 __all__ = ["Plan", "RoutePlan", "StationPlan", "WorkerPlan", "plan", "rate", "stage_order"]
@@ -39,7 +41,13 @@ class RoutePlan:
 
     @property
     def feedback(self) -> bool:
+        """It closes a cycle; the receiver's side of it is empty of meaning once the receiver has left."""
         return self.channel.initial > 0
+
+    @property
+    def unordered(self) -> bool:
+        """Replicas take from it what other replicas sent in whatever order; a merge further on restores it."""
+        return self.kind == "shared" and self.senders > 1 and self.receivers > 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class StationPlan:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One replica of a worker. reorder: how far ahead of the next merge it may start on a message; None: any."""
+    """One replica of a worker. reorder: how far ahead of the merges behind it it may start on a message; None: any."""
 
     spec: WorkerSpec
     replica: int
@@ -71,6 +79,12 @@ class Plan:
     graph: Graph
     workers: tuple[WorkerPlan, ...]
     routes: tuple[RoutePlan, ...]
+
+    def merges_behind(self, worker: WorkerSpec) -> list[RoutePlan]:
+        """The merges that bound how far ahead the replicas of `worker` may run: those that restore their order."""
+        place = {stage: w for w in self.graph.workers.values() for stage in w.stages}
+        reached = _reached(worker, self.routes, place)
+        return [r for r in self.routes if r.merge and place[r.channel.sender] in reached]
 
     def table(self) -> str:
         """Two aligned text tables: workers and channels."""
@@ -134,14 +148,16 @@ def stage_order(graph: Graph) -> tuple[str, ...]:
 
 
 def plan(graph: Graph) -> Plan:
-    """Lay out a checked graph."""
+    """Lay out a checked graph. Raises `BadInput` for a layout in which workers would wait for ever."""
     place = {stage: worker for worker in graph.workers.values() for stage in worker.stages}
     routes = tuple(_route(graph, channel, to, place) for channel in graph.channels.values() for to in channel.receivers)
-    order = stage_order(graph)
+    for route in routes:
+        _check_progress(graph, route)
+    # A stage that fires once a window works after those of its worker that fire per message, in the window's last tick.
+    order = sorted(stage_order(graph), key=lambda stage: rate(graph, stage) == "window")
     workers = []
     for spec in graph.workers.values():
-        merged = any(r.merge and place[r.channel.sender] is spec for r in routes)
-        reorder = REORDER * spec.replicas if merged and spec.take == "first_free" else None
+        reorder = _reorder(spec, routes, place)
         for replica in range(spec.replicas):
             stations = tuple(
                 StationPlan(stage, rate(graph, stage), spec.device[stage][replica], _ends(graph, stage))
@@ -150,6 +166,38 @@ def plan(graph: Graph) -> Plan:
             )
             workers.append(WorkerPlan(spec, replica, stations, reorder))
     return Plan(graph, tuple(workers), routes)
+
+
+def _reached(spec: WorkerSpec, routes: Sequence[RoutePlan], place: Mapping[str, WorkerSpec]) -> list[WorkerSpec]:
+    """The worker and those behind it that its messages reach before a merge has restored their order."""
+    reached = [spec]
+    for worker in reached:
+        for r in routes:
+            if r.unordered and place[r.channel.sender] is worker and place[r.to.stage] not in reached:
+                reached.append(place[r.to.stage])
+    return reached
+
+
+def _reorder(spec: WorkerSpec, routes: tuple[RoutePlan, ...], place: dict[str, WorkerSpec]) -> int | None:
+    """The bound on disorder stands where messages still come in order: further on, those that are waited for could
+    be kept out by those that wait."""
+    if any(r.unordered and place[r.to.stage] is spec for r in routes):
+        return None
+    reached = _reached(spec, routes, place)
+    merges = [r for r in routes if r.merge and place[r.channel.sender] in reached]
+    if not merges or all(w.take == "round_robin" for w in reached):
+        return None
+    return max(REORDER * sum(w.replicas for w in reached), *(r.channel.group for r in merges))
+
+
+def _check_progress(graph: Graph, route: RoutePlan) -> None:
+    c, where = route.channel, route.channel.where
+    if route.unordered and c.group > 1:
+        line = f"channel {c.name!r}: groups need their order, which is not restored between replicas and replicas"
+        raise BadInput(f"{line} (take: round_robin restores it)", where)
+    if route.kind == "local" and c.per == "window" and not route.feedback and rate(graph, route.to.stage) == "message":
+        line = f"channel {c.name!r}: {route.to.stage} needs before a window what {c.sender} sends after it"
+        raise BadInput(f"{line}: they cannot share a worker", where)
 
 
 def _route(graph: Graph, channel: ChannelSpec, to: PortRef, place: dict[str, WorkerSpec]) -> RoutePlan:

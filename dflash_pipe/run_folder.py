@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -48,19 +49,25 @@ class RunFolder:
         except OSError as error:
             self._lock.close()
             raise BadInput(f"{path} is in use by another run: wait for it, or choose another name=") from error
-        self._metrics = (path / "metrics.jsonl").open("a")
+        self._metrics = os.open(path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._metrics.close()
+        os.close(self._metrics)
         self._lock.close()
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
-        self._metrics.write(json.dumps({"time": round(time.time(), 3), **metrics}, default=str) + "\n")
-        self._metrics.flush()
+        """Append one line to metrics.jsonl, whole: several workers may report at once."""
+        line = json.dumps({"time": round(time.time(), 3), **metrics}, default=str) + "\n"
+        os.write(self._metrics, line.encode())
+
+    def keep_graph(self, text: str) -> None:
+        """Write graph.yaml; a kill leaves the old one or the new one."""
+        new = self.path / "graph.yaml.tmp"
+        new.write_text(text)
+        new.replace(self.path / "graph.yaml")
 
     def log(self, text: str) -> None:
         """Append to log.txt, with the time."""

@@ -39,12 +39,16 @@ __all__ = ["Result", "Run"]
 
 # How long a cancelled worker may go on computing before the run reports it as left behind.
 _JOIN_SECONDS = 60.0
+# A stall is reported after so many looks that found everybody waiting for the same: then a process that was suspended,
+# and whose workers have not run either, does not look stalled.
+_LOOKS = 4
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. stopped: the signal that asked it to stop, or None. unfinished: micro-batches of a partial last
-    window that were not stepped. left_behind: workers that did not end in time."""
+    """How a run ended. stopped: the signal that asked it to stop, or None. snapshot: the newest that this run wrote.
+    unfinished: micro-batches of a partial last window that were not stepped. left_behind: threads that did not end in
+    time after the run was cancelled."""
 
     view: View
     stopped: signal.Signals | None
@@ -79,6 +83,8 @@ class Run:
         self._open_turns = [threading.Event() for _ in self._wiring.workers]
         self._all_open = threading.Event()
         self._failures: list[BaseException] = []
+        self._failing = threading.Lock()
+        self._running = 0  # threads that have not reported their end
         self._began = time.perf_counter()
 
     def stop(self) -> None:
@@ -107,15 +113,24 @@ class Run:
 
         signals: take SIGINT and SIGTERM (main thread only).
         """
+        threads = self._threads()
         with self._listening(signals):
-            threads = self._threads()
             for thread in threads:
+                self._running += 1
                 thread.start()
             self._open_turns[0].set()
-            self._supervise(len(threads))
-        left = self._join(threads)
+            try:
+                self._supervise()
+            except BaseException:  # Ctrl-C where signals are not ours, or a fault of the supervision itself
+                self.cancel()
+                self._supervise()
+                raise
+            finally:
+                left = self._join(threads)
         if self._failures:
             raise self._group()
+        if not left:
+            self._account()
         return Result(
             view=self.view(),
             stopped=self._stopped,
@@ -172,7 +187,7 @@ class Run:
         try:
             if not self._failures and not self._cancelled:
                 worker.open(self._restored)
-        except Exception as error:
+        except BaseException as error:
             self._failed(error, worker.activity.place, worker)
         finally:
             last = number + 1 == len(self._open_turns)
@@ -191,21 +206,19 @@ class Run:
             pass
         except BaseException as error:
             self._failed(error, worker.activity.place, worker)
-        finally:
-            try:
-                worker.close()
-            except Exception as error:
-                self._failed(error, "close", worker)
-            worker.activity.end()
+        for place, failure in worker.close():
+            self._failed(failure, place, worker)
+        worker.activity.end()
 
     def _failed(self, error: BaseException, place: str, worker: Worker | None = None) -> None:
         """Record what failed where, with every channel's depth, and tear the rest down."""
-        if worker is not None:
-            error.add_note(f"in worker {worker.name}: {place}")
-        if not self._failures:
-            depths = ", ".join(f"{c.name} {c.depth}/{c.capacity}" for c in self.view().channels)
-            error.add_note(f"channels: {depths}" if depths else "no channels")
-        self._failures.append(error)
+        with self._failing:
+            if worker is not None:
+                error.add_note(f"in worker {worker.name}: {place}")
+            if not self._failures:
+                depths = ", ".join(f"{c.name} {c.depth}/{c.capacity}" for c in self.view().channels)
+                error.add_note(f"channels: {depths}" if depths else "no channels")
+            self._failures.append(error)
         self._tear_down()
 
     def _tear_down(self) -> None:
@@ -215,23 +228,24 @@ class Run:
 
     # --- supervision
 
-    def _supervise(self, threads: int) -> None:
-        stall_after = self.plan.graph.stall_after
-        still_since, seen = time.perf_counter(), -1
-        while threads and not self._overdue():
+    def _supervise(self) -> None:
+        """Take reports until every thread has ended, or is overdue; in between, look whether anything moves."""
+        every = min(self.plan.graph.stall_after / _LOOKS, 1.0)
+        looks, seen = 0, -1
+        while self._running and not self._overdue():
             try:
-                event = self._events.get(timeout=min(stall_after / 4, 1.0))
+                event = self._events.get(timeout=every)
             except queue.Empty:
                 changes = self._changes_if_all_wait()
-                if changes is None or changes != seen:
-                    still_since, seen = time.perf_counter(), -1 if changes is None else changes
-                elif time.perf_counter() - still_since >= stall_after and not self._failures:
+                looks = looks + 1 if changes is not None and changes == seen else 0
+                seen = -1 if changes is None else changes
+                if looks >= _LOOKS and looks * every >= self.plan.graph.stall_after and not self._failures:
                     self._failed(Stalled(self._who_waits()), "")
                 continue
             if isinstance(event, signal.Signals):
                 self._signalled(event)
             else:
-                threads -= 1
+                self._running -= 1
 
     def _overdue(self) -> bool:
         """Whether a torn-down run has waited long enough for workers that still compute."""
@@ -277,16 +291,31 @@ class Run:
                 signal.signal(s, old)
 
     def _join(self, threads: list[threading.Thread]) -> tuple[str, ...]:
-        for thread in threads:  # each has reported its end, unless it is overdue
-            thread.join(0.0 if self._overdue() else 10.0)
+        for thread in threads:
+            if not self._overdue():  # then each has reported its end
+                thread.join()
         return tuple(thread.name for thread in threads if thread.is_alive())
 
+    def _account(self) -> None:
+        """What was sent was received or dropped, on every channel."""
+        for channel in self._wiring.channels:
+            sent, received, dropped = channel.counts
+            if sent != received + dropped:
+                raise RuntimeError(f"channel {channel.name}: {sent} sent, {received} received, {dropped} dropped")
+
     def _group(self) -> BaseExceptionGroup[BaseException]:
-        """All failures as one group, without the frames, which would keep the stages' tensors alive."""
-        for failure in self._failures:
-            traceback.clear_frames(failure.__traceback__)
+        """All failures as one group, without what their frames hold, which would keep the stages' tensors alive."""
+        seen: set[int] = set()
+        rest: list[BaseException | None] = list(self._failures)
+        while rest:
+            error = rest.pop()
+            if error is not None and id(error) not in seen:
+                seen.add(id(error))
+                traceback.clear_frames(error.__traceback__)
+                rest += [error.__cause__, error.__context__]
+                rest += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
         return BaseExceptionGroup(f"run {self.plan.graph.name} failed", self._failures)
 
     def _report(self, metrics: dict[str, Any]) -> None:
-        self.metrics = {**self.metrics, **metrics}
+        self.metrics.update(metrics)  # in one step: several workers may report at once
         self.on_report(metrics)

@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dflash_pipe.errors import BadInput
-from dflash_pipe.message import Message
+from dflash_pipe.message import Message, Stamp
 from dflash_pipe.stage import Stage
 
-__all__ = ["Snapshot", "Snapshots", "newest", "read", "write"]
+__all__ = ["Snapshot", "Snapshots", "has_snapshot", "newest", "read", "write"]
 
 _FORMAT = 1
 
@@ -46,7 +46,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     partial = target.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    arrays = {k: np.ascontiguousarray(v) for k, v in snapshot.state.items() if isinstance(v, np.ndarray)}
+    arrays = {k: np.asarray(v, order="C") for k, v in snapshot.state.items() if isinstance(v, np.ndarray)}
     save_file(arrays, partial / "state.safetensors")
     about = {
         "format": _FORMAT,
@@ -57,23 +57,44 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         "fingerprint": snapshot.fingerprint,
     }
     (partial / "snapshot.json").write_text(json.dumps(about, indent=1))
-    for file in partial.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+    for file in (*partial.iterdir(), partial):
+        _flush(file)
     if target.exists():  # the same window again, after a resume from an older snapshot
-        shutil.rmtree(target)
+        target.rename(target.with_suffix(".old.tmp"))
     partial.rename(target)
+    _flush(folder)
+    for left_over in folder.glob("*.tmp"):
+        shutil.rmtree(left_over)
     return target
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def newest(run_folder: Path) -> Path:
     """The newest snapshot of a run. Raises BadInput if it has none."""
     if not run_folder.is_dir():
         raise BadInput(f"{run_folder}: no such run folder")
-    found = sorted(p for p in (run_folder / "snapshots").glob("window-*") if p.suffix != ".tmp")
+    found = _whole(run_folder / "snapshots")
     if not found:
         raise BadInput(f"{run_folder}: nothing to resume, it has no snapshot")
     return found[-1]
+
+
+def has_snapshot(run_folder: Path) -> bool:
+    """Whether the run can be resumed."""
+    return bool(_whole(run_folder / "snapshots"))
+
+
+def _whole(folder: Path) -> list[Path]:
+    """The snapshots in a folder, oldest first."""
+    return sorted(path for path in folder.glob("window-*") if path.suffix != ".tmp")
 
 
 def read(folder: Path) -> Snapshot:
@@ -86,7 +107,8 @@ def read(folder: Path) -> Snapshot:
         state = {**about["state"], **arrays}
         return Snapshot(about["index"], about["window"], about["cursor"], state, about["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise BadInput(f"{folder}: not a whole snapshot ({type(error).__name__}: {error})") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(f"{folder}: not a whole snapshot ({why})") from error
 
 
 class Snapshots:
@@ -98,20 +120,20 @@ class Snapshots:
     def __init__(self, folder: Path, fingerprint: str, every: int | None, keep: int = 2) -> None:
         self.written: Path | None = None
         self._folder, self._fingerprint, self._every, self._keep = folder, fingerprint, every, keep
-        self._unsaved: Message | None = None
+        self._unsaved: tuple[Stamp, Any] | None = None  # of the last message of the newest finished window; its cursor
 
     def window_done(self, stage: Stage, message: Message) -> None:
         """The stage has finished the window that `message` ends."""
-        self._unsaved = message
+        self._unsaved = (message.stamp, message.cursor)
         if self._every is not None and (message.stamp.window + 1) % self._every == 0:
             self.finish(stage)
 
     def finish(self, stage: Stage) -> None:
         """Write what is not saved yet."""
-        message, self._unsaved = self._unsaved, None
-        if message is not None:
-            stamp = message.stamp
-            snapshot = Snapshot(stamp.index + 1, stamp.window + 1, message.cursor, stage.state(), self._fingerprint)
-            self.written = write(self._folder, snapshot)
-            for old in sorted(p for p in self._folder.glob("window-*") if p.suffix != ".tmp")[: -self._keep]:
-                shutil.rmtree(old)
+        if self._unsaved is None:
+            return
+        (stamp, cursor), self._unsaved = self._unsaved, None
+        snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._fingerprint)
+        self.written = write(self._folder, snapshot)
+        for old in _whole(self._folder)[: -self._keep]:
+            shutil.rmtree(old)

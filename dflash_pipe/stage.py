@@ -109,8 +109,8 @@ class FunctionStage(Stage):
         self.function = function
         self.parameters = parameters
 
-    def process(self, *inputs: Any) -> Any:
-        return self.function(*inputs, **self.parameters)
+    def process(self, *inputs: Any, **ports: Any) -> Any:
+        return self.function(*inputs, **ports, **self.parameters)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Who does what, who waits on whom since when, and how much passed: the numbers that every run measures.
 
 An `Activity` is one worker's clock. Its three shares sum to 1: busy, starved (waits for input, a turn or a credit),
-blocked (waits for room). It is flipped back to busy by the channel under the channel's own lock, so that a watchdog
-that reads every activity twice never sees a worker waiting for something that it already has.
+blocked (waits for room). It is flipped to waiting under the lock of what it waits for, and back to busy as it goes on;
+`changes` counts that, so that a watchdog that looks several times can tell whether anything has moved.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Activity:
 
     def wait(self, state: str, waits_for: str) -> None:
         """From now on the worker waits; `waits_for` says for what ("input of 'features'")."""
+        if self.state is state and self.waits_for == waits_for:  # woken for nothing: it waits on
+            return
         now = perf_counter()
         self._spent[self.state] += now - self.since
         self.since, self.state, self.waits_for = now, state, waits_for
@@ -64,8 +66,8 @@ class Activity:
 
     def end(self) -> None:
         """The worker has left; its clock stops."""
-        self.wait(BUSY, "")
-        self.done = True
+        self._spent = self.spent()
+        self.state, self.done = BUSY, True
 
     def spent(self) -> dict[str, float]:
         """Seconds in each state until now."""

@@ -8,23 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_pipe.channel import Channel
+from dflash_pipe.gate import CreditGate, Gate, GroupGate, ReorderGate, TurnGate
 from dflash_pipe.graph import StageSpec
 from dflash_pipe.plan import Plan, RoutePlan, StationPlan, WorkerPlan
-from dflash_pipe.route import (
-    Blocking,
-    CreditGate,
-    Gate,
-    Gather,
-    GroupGate,
-    Inlet,
-    Local,
-    Merge,
-    Outlet,
-    ReorderGate,
-    Restamp,
-    Suspending,
-    TurnGate,
-)
+from dflash_pipe.route import Blocking, Gather, Inlet, Local, Merge, Outlet, Restamp, Suspending
 from dflash_pipe.snapshot import Snapshot, Snapshots
 from dflash_pipe.stage import Context
 from dflash_pipe.worker import Feed, Port, Station, Worker
@@ -89,6 +76,7 @@ class _Wirer:
             waits = Suspending() if worker_plan.spec.kind == "async" else Blocking()
             worker = Worker(worker_plan.name, stations, waits, self.graph.transport)
             worker.turn = self._turn(worker_plan.spec.turn)
+            worker.in_order = worker_plan.spec.replicas > 1 and not self._unordered(worker_plan)
             self.wiring.workers.append(worker)
             self.wiring.kinds[worker.name] = worker_plan.spec.kind
             self.wiring.feedback[worker.name] = []
@@ -117,9 +105,7 @@ class _Wirer:
         joined.ends_window = spec.signature.window_output is not None
         joined.feed = self._feed(credits) if spec.signature.source else None
         joined.snapshots = self._snapshots(spec)
-        if station.ends:
-            joined.returns = credits.get("messages") if station.rate == "message" else None
-            joined.returns_window = credits.get("windows") if station.rate == self._ending_rate() else None
+        joined.credits = tuple(credits.values()) if station.ends else ()
         self.stations[station.stage, worker.replica] = joined
         return joined
 
@@ -141,22 +127,22 @@ class _Wirer:
         self.wiring.snapshots = Snapshots(self.origin.folder / "snapshots", self.fingerprint, self.graph.snapshot)
         return self.wiring.snapshots
 
-    def _ending_rate(self) -> str:
-        """A window is over when the last window-rate stage is done with it; where there is none, the last message."""
-        ends = {station.rate for worker in self.plan.workers for station in worker.stations if station.ends}
-        return "window" if "window" in ends else "message"
-
     def _credits(self) -> dict[str, CreditGate]:
-        limits = {"messages": self.graph.credits.messages, "windows": self.graph.credits.windows}
+        ends = {(s.stage, s.rate) for w in self.plan.workers for s in w.stations if s.ends}
+        rates = [rate for _, rate in ends]
+        enders = (rates.count("message"), rates.count("window"))
+        limits = self.graph.credits
         gates = {}
-        for what, limit in limits.items():
-            if limit is not None:
-                ending = "message" if what == "messages" else self._ending_rate()
-                enders = [(w, s) for w in self.plan.workers for s in w.stations if s.ends and s.rate == ending]
-                count = len({s.stage for _, s in enders}) if what == "messages" else len(enders)
-                gates[what] = CreditGate(what, limit, count)
+        if limits.messages is not None:
+            gates["messages"] = CreditGate("message", limits.messages, *enders, self.graph.window)
+        if limits.windows is not None:
+            gates["windows"] = CreditGate("window", limits.windows, *enders, self.graph.window)
         self.wiring.gates += gates.values()
         return gates
+
+    def _unordered(self, worker: WorkerPlan) -> bool:
+        """Whether its replicas take messages in no order: whoever waited for an earlier one might wait for ever."""
+        return any(route.unordered and route.to.stage in worker.spec.stages for route in self.plan.routes)
 
     def _turn(self, name: str | None) -> TurnGate | None:
         if name is None:
@@ -189,7 +175,7 @@ class _Wirer:
             if route.kind != "local":
                 inlets.append(self._inlet(route, queues, replica))
                 inlets[-1].group = group
-            port = Port(inlets[replica], per_window=route.channel.per == "window")
+            port = Port(inlets[replica], per_window=route.channel.per == "window", feedback=route.feedback)
             self.stations[route.to.stage, replica].inputs[route.to.port] = port
         return inlets
 
@@ -203,9 +189,10 @@ class _Wirer:
         return queues
 
     def _group(self, route: RoutePlan) -> GroupGate | None:
-        if route.channel.group == 1 or route.kind == "local":
+        """For messages that arrive in order; what several replicas send is grouped where its order is restored."""
+        if route.channel.group == 1 or route.kind == "local" or route.senders > 1:
             return None
-        gate = GroupGate(route.name, route.channel.group, route.senders, self.origin.start[0])
+        gate = GroupGate(route.name, route.channel.group, self.origin.start[0])
         self.wiring.gates.append(gate)
         return gate
 
@@ -221,9 +208,9 @@ class _Wirer:
             return Gather([channel.receiver() for channel in queues])
         receiver = queues[0 if route.kind == "shared" else replica].receiver()
         if route.merge:
-            return Merge(receiver, self.origin.start[0])
+            return Merge(receiver, self.origin.start[0], route.channel.group)
         if route.restamp:
-            return Restamp(receiver, self.graph.window, self.origin.start[0])
+            return Restamp(receiver, self.origin.start, self.graph.window, route.channel.group)
         return Gather([receiver]) if self._gathers(route) else Inlet([receiver])
 
     def _gathers(self, route: RoutePlan) -> bool:
@@ -234,19 +221,14 @@ class _Wirer:
         for first in self.plan.workers:
             if first.reorder is None or first.replica != 0:
                 continue
-            stages = first.spec.stages
-            merges = [
-                inlet
-                for route, inlets in joined
-                if route.channel.sender in stages and route.kind != "local"
-                for inlet in inlets
-                if isinstance(inlet, Merge)
-            ]
+            behind = self.plan.merges_behind(first.spec)
+            merges = [inlet for route, inlets in joined if route in behind for inlet in inlets]
             gate = ReorderGate(first.spec.name, first.reorder, len(merges), self.origin.start[0])
             self.wiring.gates.append(gate)
             for number, merge in enumerate(merges):
+                assert isinstance(merge, Merge)
                 merge.behind = (gate, number)
             for route, inlets in joined:
-                if route.to.stage in stages and route.kind == "shared" and route.channel.per == "message":
+                if route.to.stage in first.spec.stages and route.kind != "local" and route.channel.per == "message":
                     for inlet in inlets:
                         inlet.reorder = gate

@@ -10,14 +10,15 @@ The loop is written once, with `await`; on a thread no await ever suspends (see 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_pipe.errors import BrokenChannel, EndOfChannel
-from dflash_pipe.message import ELSEWHERE, NOTHING, Message, Stamp
+from dflash_pipe.gate import CreditGate, Lane, TurnGate
+from dflash_pipe.message import ELSEWHERE, NOTHING, Message, Stamp, Tombstone
 from dflash_pipe.plan import StationPlan
-from dflash_pipe.route import CreditGate, Inlet, Lane, Local, Outlet, TurnGate, Waits
+from dflash_pipe.route import Inlet, Local, Outlet, Waits
 from dflash_pipe.snapshot import Snapshots
 from dflash_pipe.stage import Context, Source, Stage
 from dflash_pipe.stats import Activity
@@ -43,12 +44,16 @@ class Feed:
     window_credits: CreditGate | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Port:
-    """One input port of a station: where it reads, and whether it is read once a window."""
+    """One input port of a station: where it reads, and whether it is read once a window.
+
+    feedback: what comes is older than the other ports' message, by the tokens that the channel began with.
+    """
 
     inlet: Inlet
     per_window: bool
+    feedback: bool = False
     held: Message | None = None
 
 
@@ -57,7 +62,7 @@ class Station:
     """A stage in its place, with everything it is joined to.
 
     inputs: in the order of the stage's parameters. outputs: routes of what `process` returns; window_outputs: routes of
-    what `end_window` returns. returns: credits given back when the stage is done with a message (or window).
+    what `end_window` returns. credits: told when the stage is done with a message, because the stream ends here.
     """
 
     plan: StationPlan
@@ -68,26 +73,30 @@ class Station:
     window_outputs: list[Outlet | Local] = field(default_factory=list)
     stamp_port: str | None = None
     ends_window: bool = False
-    returns: CreditGate | None = None
-    returns_window: CreditGate | None = None
+    credits: Sequence[CreditGate] = ()
     feed: Feed | None = None
     snapshots: Snapshots | None = None
 
 
 class Worker:
-    """One replica of a worker: its stations, opened, run and closed on one thread or in one coroutine."""
+    """One replica of a worker: its stations, opened, run and closed on one thread or in one coroutine.
+
+    unfinished: messages that the source sent of a last window that it did not end.
+    """
 
     def __init__(self, name: str, stations: Sequence[Station], waits: Waits, transport: Transport) -> None:
         self.name = name
         self.stations = stations
         self.activity = Activity(name)
         self.turn: TurnGate | None = None
+        self.in_order = False  # whether its replicas get the turn in input order
         self.unfinished = 0
         self._device: str | None = None
         self._waits = waits
         self._transport = transport
         self._opened: list[Station] = []
         self._stream: Generator[Message, None, None] | None = None
+        self._leaves_early = False
 
     # --- opening
 
@@ -100,7 +109,7 @@ class Worker:
             if restored is not None and hasattr(station.stage, "state"):
                 station.stage.restore(restored)
             if isinstance(station.stage, Source) and station.feed is not None:
-                self._stream = self._messages(station.stage, station.feed)
+                self._stream = self._messages(station, station.stage, station.feed)
 
     async def send_first_tokens(self, feedback: Sequence[tuple[Station, Outlet | Local, int]], stamp: Stamp) -> None:
         """Put each feedback channel's initial tokens on it, made by the producer's `initial()`."""
@@ -114,56 +123,65 @@ class Worker:
     async def run(self) -> None:
         """Tick until the stream ends, then `finish` the stages. Ends are closed by `close`, whatever happened."""
         try:
-            while True:
+            while not self._leaves_early:
                 await self._tick()
-                self.activity.items += 1
-        except (EndOfChannel, BrokenChannel):
-            # The stream is over, or whoever we send to has left: both end this worker in order.
+        except EndOfChannel:  # the stream is over
             pass
+        except BrokenChannel:  # whoever we send to has left
+            self._leaves_early = True
         for station in self._opened:
-            self._doing(station, "finish")
             if station.snapshots is not None:
+                self._doing(station, "state")
                 station.snapshots.finish(station.stage)
+            self._doing(station, "finish")
             station.stage.finish()
 
-    def close(self) -> None:
-        """Close the stages, last opened first, then every channel end; then raise the first error there was."""
-        errors: list[BaseException] = []
-        for station in reversed(self._opened):
-            try:
-                station.stage.close()
-            except Exception as error:
-                errors.append(error)
+    def close(self) -> list[tuple[str, BaseException]]:
+        """Close the stages, last opened first, then every channel end. Returns what failed where."""
+        closing = [(station, "close", station.stage.close) for station in reversed(self._opened)]
         if self._stream is not None:
-            self._stream.close()
+            closing += [(s, "read", self._stream.close) for s in self.stations if s.feed is not None]
+        failures: list[tuple[str, BaseException]] = []
+        for station, what, close in closing:
+            try:
+                self._doing(station, what)
+                close()
+            except BaseException as error:
+                failures.append((self.activity.place, error))
         for station in self.stations:
             for outlet in (*station.outputs, *station.window_outputs):
                 outlet.close()
             for port in station.inputs.values():
                 port.inlet.close()
-        if errors:
-            raise errors[0]
+            for gate in station.credits:
+                gate.ender_left()
+            if self.turn is not None and self._leaves_early:
+                self.turn.replica_left(station.plan.stage)
+        return failures
 
     async def _tick(self) -> None:
         stamp: Stamp | None = None
         for station in self.stations:
             if station.plan.rate == "window" and stamp is not None and not stamp.last:
                 continue
-            stamp = await self._fire(station)
+            message = await self._fire(station)
+            if stamp is None and message.payload is not ELSEWHERE:
+                self.activity.items += 1
+            stamp = message.stamp
 
-    async def _fire(self, station: Station) -> Stamp:
-        """Let one stage work on the next message; returns its stamp."""
+    async def _fire(self, station: Station) -> Message:
+        """Let one stage work on the next message; returns what it sent."""
         if station.feed is not None:
             message = await self._next_from_source(station, station.feed)
             await self._send(station.outputs, station, message)
         else:
-            message, arguments = await self._gather_inputs(station)
-            message = await self._work(station, message, arguments)
-        self._give_back(station, message)
-        return message.stamp
+            message = await self._work(station, *await self._gather_inputs(station))
+        if message.payload is not ELSEWHERE:
+            for gate in station.credits:
+                gate.done(message.stamp)
+        return message
 
     async def _next_from_source(self, station: Station, feed: Feed) -> Message:
-        self._doing(station, "read")
         assert self._stream is not None
         message = next(self._stream, None)
         if message is None:
@@ -174,41 +192,62 @@ class Worker:
             await self._waits.at(feed.credits, message.stamp.index)
         return message
 
-    def _messages(self, source: Source[Any], feed: Feed) -> Generator[Message, None, None]:
-        """Stamp what the source yields; one message is read ahead so that the last one can be marked."""
+    def _messages(self, station: Station, source: Source[Any], feed: Feed) -> Generator[Message, None, None]:
+        """Stamp what the source yields. Where a last window is ended although it is not full, one message is read
+        ahead inside a window, to know whether it is the last."""
         index, window = feed.start
         slot = 0
         reading = iter(source.read(feed.cursor))
-        ahead = next(reading, None)
-        while ahead is not None and not (slot == 0 and feed.stopping()):
-            (cursor, payload), ahead = ahead, next(reading, None)
-            last = slot == feed.window - 1 or (ahead is None and feed.keep_partial)
-            yield Message(Stamp(index, window, slot, last), cursor, None).carrying(payload)
-            index, slot = index + 1, slot + 1
-            if last:
-                window, slot = window + 1, 0
+
+        def read(ahead: int) -> tuple[Any, Any] | None:
+            self._doing(station, "read", Stamp(index + ahead, window, slot + ahead, False))
+            try:
+                return next(reading, None)
+            except EndOfChannel:
+                return None
+
+        try:
+            item: tuple[Any, Any] | None = None
+            while not (slot == 0 and feed.stopping()) and (item := item or read(0)) is not None:
+                full = slot == feed.window - 1
+                following = read(1) if feed.keep_partial and not full else None
+                last = full or (feed.keep_partial and following is None)
+                (cursor, payload), item = item, following
+                yield Message(Stamp(index, window, slot, last), cursor, None).carrying(payload)
+                index, window, slot = index + 1, window + last, 0 if last else slot + 1
+            self.unfinished = slot
+        finally:
+            if isinstance(reading, Generator):
+                reading.close()
 
     async def _gather_inputs(self, station: Station) -> tuple[Message, dict[str, Any]]:
         """Read the ports in order. The message that leads is the first one, or the first tombstone among them."""
         leading: Message | None = None
+        fed_back: Message | None = None
         arguments: dict[str, Any] = {}
+        held = [p for p in station.inputs.values() if p.per_window and station.plan.rate == "message"]
         for name, port in station.inputs.items():
-            if port.per_window and station.plan.rate == "message":
+            if port in held:
                 continue
             message = await self._receive(station, name, port)
+            arguments[name] = message.payload
+            if port.feedback:
+                fed_back = message
+                continue
             if leading is not None and message.stamp != leading.stamp:
-                raise AssertionError(f"port {name!r} got {message.stamp}, but {leading.stamp} was due")
+                raise RuntimeError(f"port {name!r} got {message.stamp}, but {leading.stamp} was due")
             if leading is None or (message.empty and not leading.empty):
                 leading = message
-            arguments[name] = message.payload
+        leading = leading or fed_back
         assert leading is not None
-        if station.plan.rate == "message":
-            for name, port in station.inputs.items():
-                if port.per_window:
-                    if leading.stamp.slot == 0 or port.held is None:
-                        received = await self._receive(station, name, port)
-                        port.held = port.held if received.empty and port.held else received
-                    arguments[name] = port.held.payload
+        for name, port in station.inputs.items():
+            if port in held:
+                if leading.stamp.slot == 0 or port.held is None:
+                    received = await self._receive(station, name, port)
+                    port.held = port.held if received.empty and port.held else received
+                arguments[name] = port.held.payload
+        if not leading.empty and any(isinstance(payload, Tombstone) for payload in arguments.values()):
+            leading = leading.carrying(None)
         if station.stamp_port is not None:
             arguments[station.stamp_port] = leading.stamp
         return leading, arguments
@@ -222,7 +261,7 @@ class Worker:
 
     async def _work(self, station: Station, message: Message, arguments: dict[str, Any]) -> Message:
         """process, then end_window if the window ends, each followed by sending its result."""
-        lane = Lane(station.plan.stage, message.stamp.index if station.context.replicas > 1 else None)
+        lane = Lane(station.plan.stage, message.stamp.index if self.in_order else None)
         if not message.empty:
             self._doing(station, "process", message.stamp)
             result = await self._in_turn(lane, station.stage.process, arguments)
@@ -230,43 +269,52 @@ class Worker:
             message = message.carrying(result)
         elif message.payload is NOTHING and self.turn is not None:
             self.turn.skip(lane)
-        if message.payload is not ELSEWHERE:
-            await self._send(station.outputs, station, message)
-        if station.ends_window:
-            self.unfinished += 1
-            if message.stamp.last:
-                self.unfinished = 0
-                self._doing(station, "end_window", message.stamp)
-                result = await self._in_turn(Lane(station.plan.stage, None), station.stage.end_window, {})
-                await self._send(station.window_outputs, station, message.carrying(result))
+        arguments.clear()  # what was received is not kept while the result waits for room
+        await self._send(station.outputs, station, message)
+        if station.ends_window and message.stamp.last:
+            self._doing(station, "end_window", message.stamp)
+            result = await self._in_turn(Lane(station.plan.stage, None), station.stage.end_window, {})
+            await self._send(station.window_outputs, station, message.carrying(result))
         if station.snapshots is not None and message.stamp.last:
+            self._doing(station, "state", message.stamp)
             station.snapshots.window_done(station.stage, message)
         return message
 
     async def _in_turn(self, lane: Lane, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Call (and await, if it is a coroutine function), holding the worker's turn only around the call itself."""
+        """Call (and await, if it is a coroutine function), holding the worker's turn only around the call itself.
+
+        A stage that raises EndOfChannel has nothing this time and wants no more: the worker leaves after this tick.
+        """
         if self.turn is not None:
             await self._waits.at(self.turn, lane)
         try:
             result = function(**arguments)
             return await result if inspect.isawaitable(result) else result
+        except EndOfChannel:
+            self._leaves_early = True
+            return None
         finally:
             if self.turn is not None:
                 self.turn.give_back(lane)
 
     async def _send(self, outlets: Sequence[Outlet | Local], station: Station, message: Message) -> None:
-        if outlets:
-            self.activity.place = f"{station.plan.stage} send"
-            if not message.empty:
-                message = message.carrying(self._transport.on_send(message.payload, station.plan.device))
-            for outlet in outlets:
+        """Send along every route; if the receivers of one have left, still along the others, so that nothing is
+        missing there, and then raise BrokenChannel."""
+        if not outlets:
+            return
+        self.activity.place = (
+            f"{station.plan.stage} send message {message.stamp.index} of window {message.stamp.window}"
+        )
+        if not message.empty:
+            message = message.carrying(self._transport.on_send(message.payload, station.plan.device))
+        broken: BrokenChannel | None = None
+        for outlet in outlets:
+            try:
                 await outlet.send(self._waits, message)
-
-    def _give_back(self, station: Station, message: Message) -> None:
-        if station.returns is not None and message.payload is not ELSEWHERE:
-            station.returns.give_back(message.stamp.index)
-        if station.returns_window is not None and message.stamp.last:
-            station.returns_window.give_back(message.stamp.window)
+            except BrokenChannel as error:
+                broken = error
+        if broken is not None:
+            raise broken
 
     def _doing(self, station: Station, what: str, stamp: Stamp | None = None) -> None:
         if station.plan.device != self._device:
@@ -276,11 +324,10 @@ class Worker:
         self.activity.place = f"{station.plan.stage} {what}{at}"
 
 
-def drive(coroutine: Any) -> None:
-    """Run a coroutine whose awaits never suspend (thread workers)."""
+def drive(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine whose awaits never suspend (thread workers); one that does fails at that place."""
     try:
         coroutine.send(None)
+        coroutine.throw(RuntimeError("awaited something that suspends: the worker needs kind: async"))
     except StopIteration:
         return
-    coroutine.close()
-    raise RuntimeError("a worker on a thread awaited something that suspends: its stage needs `kind: async`")

@@ -20,8 +20,10 @@ _OF_THE_DATA = ("tokenizer", "revision", "vocabulary", "template", "thinking", "
 class Export(Stage):
     """Export the drafter of the last optimizer step (form and checks: `stages.drafter_files`).
 
+    Prints how to serve the result.
+
     drafter: the whole `with:` mapping of stage drafter. data: path of the training data, whose template and thinking
-    flag are recorded. folder: where to; a relative one lies in the run's folder. Prints how to serve the result.
+    flag are recorded (null: none are). folder: where to; a relative one lies in the run's folder.
     """
 
     drafter: dict[str, Any]

@@ -74,21 +74,22 @@ def cut_epoch(
 class TokenBatches(Source[TokenBatch]):
     """Read tokenised rows and send them as padded micro-batches.
 
-    path: an Arrow IPC file or a folder of them (see `stages.arrow_rows`). max_tokens: budget of a micro-batch, rows
-    times padded length. max_rows: at most so many rows in one. max_length: longer rows lose their tail, and so do rows
-    longer than the whole budget (counted as truncated). epochs: times every row is read; null: as often as `steps`
-    takes. steps: end after so many optimizer steps of `window` micro-batches. sort_pool: rows sorted by length
-    together. pad_to_multiple: lengths are padded to a multiple of it (fewer shapes for compiled kernels).
-
     A row without two adjacent supervised tokens (after truncation) can have no anchor: it is dropped and counted at
     the beginning of each epoch. Every other row is in exactly one batch of each epoch. The cursor is {plan, epoch,
     batch, done, rows, tokens}: `plan` is a digest of what decides the batches, and a cursor made under another one is
     refused. rows: read = batched + dropped; tokens: real and padded.
+
+    path: an Arrow IPC file or a folder of them (see `stages.arrow_rows`). max_tokens: budget of a micro-batch, rows
+    times padded length. max_length: longer rows lose their tail, and so do rows longer than the whole budget (counted
+    as truncated). max_rows: at most so many rows in a micro-batch (null: as many as fit). epochs: times every row is
+    read; null: as often as `steps` takes. steps: end after so many optimizer steps (null: when the epochs end).
+    window: micro-batches in a step, the graph's own key. sort_pool: rows sorted by length together. pad_to_multiple:
+    lengths are padded to a multiple of it (fewer shapes for compiled kernels).
     """
 
     path: str
     max_tokens: int
-    max_length: int
+    max_length: int = 3072
     max_rows: int | None = None
     epochs: int | None = 1
     steps: int | None = None
@@ -188,8 +189,6 @@ class TokenBatches(Source[TokenBatch]):
                 f"cannot go on in {self.path}: the rows, the seed or one of max_tokens, max_length, max_rows,"
                 " sort_pool, pad_to_multiple is another than when the snapshot was written"
             )
-        if at["batch"] and at["batch"] == len(self._epoch(at["epoch"])):
-            at["epoch"], at["batch"] = at["epoch"] + 1, 0
         return at
 
     def _next(self, epoch: Epoch, at: dict[str, Any]) -> tuple[Any, TokenBatch]:
@@ -218,7 +217,7 @@ class TokenBatches(Source[TokenBatch]):
             input_ids=torch.from_numpy(ids),
             loss_mask=torch.from_numpy(mask),
             lengths=torch.from_numpy(lengths),
-            sample=torch.from_numpy(rows.copy()),  # the batch owns its memory
+            sample=torch.from_numpy(rows.copy()),  # no view: it would keep the whole epoch's array alive
             epoch=epoch,
             progress=progress,
         )
@@ -230,14 +229,15 @@ class TokenBatches(Source[TokenBatch]):
 
     def _report(self, at: dict[str, Any], batches: int) -> None:
         rows, tokens = at["rows"], at["tokens"]
-        counts = {f"rows_dropped.{reason.replace(' ', '_')}": count for reason, count in rows["dropped"].items()}
+        reasons = {f"rows_dropped.{reason.replace(' ', '_')}": n for reason, n in rows["dropped"].items() if n}
         self.ctx.report(
             {
                 "epoch": at["epoch"] + at["batch"] / batches,
                 "rows_read": rows["read"],
                 "rows_batched": rows["batched"],
                 "rows_truncated": rows["truncated"],
-                **counts,
+                "rows_dropped": sum(rows["dropped"].values()),
+                **reasons,
                 "padding_share": 1 - tokens["real"] / tokens["padded"],
             }
         )

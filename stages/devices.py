@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from dflash_pipe.errors import BadInput
-from dflash_pipe.transport import Transport
+from dflash_pipe import BadInput, Transport
 
 __all__ = ["DeviceTransport"]
 

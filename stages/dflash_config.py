@@ -224,6 +224,7 @@ class DrafterKeys:
 
         Raises BadInput for a target whose config lacks a number, or a MASK id that is in use.
         """
+        # Imported here: transformers takes seconds to import, and reading an exported config does not need it.
         from stages.target_model import resolve_layers, text_config
 
         self.check()
@@ -263,7 +264,7 @@ class DrafterKeys:
         return (SLIDING,) * sliding + (FULL,) * (self.num_layers - sliding)
 
     def _mask_token(self, config: Any) -> int:
-        from stages.target_model import load_tokenizer
+        from stages.model_source import load_tokenizer
 
         # A target with random weights may be a config alone; then only the ids in the config are known to be taken.
         tokenizer = None

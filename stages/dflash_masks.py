@@ -8,7 +8,7 @@ Unused blocks see themselves only, so that no row is without keys.
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +21,35 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from dflash_pipe import BadInput
 from dflash_pipe.errors import nearest
 
-__all__ = ["ATTENTION", "BlockGeometry", "attend", "build_mask", "dense_mask", "resolve_attention", "tile_mask"]
+__all__ = [
+    "ATTENTION",
+    "BlockGeometry",
+    "attend",
+    "build_mask",
+    "dense_mask",
+    "resolve_attention",
+    "tile_mask",
+]
 
 ATTENTION = ("flex", "sdpa", "eager")
+_FLEX_HEAD_DIM = 16  # the least that flex attention's CUDA kernel takes
 TILE = 128  # queries and keys in one tile of flex attention
 
 
-def resolve_attention(name: str, device: torch.device) -> str:
-    """ "auto" is flex on CUDA (cost grows with what is visible) and sdpa elsewhere. Raises BadInput for other names."""
+def resolve_attention(name: str, device: torch.device, head_dim: int) -> str:
+    """The backend: "auto" is flex on CUDA (its cost grows with what is visible) and sdpa elsewhere.
+
+    Raises BadInput for other names, and for flex on CUDA with heads that its kernel does not take.
+    """
+    fits = head_dim >= _FLEX_HEAD_DIM
     if name == "auto":
-        return "flex" if device.type == "cuda" else "sdpa"
+        return "flex" if device.type == "cuda" and fits else "sdpa"
     if name not in ATTENTION:
         raise BadInput(f"attention is {name!r}{nearest(name, ('auto', *ATTENTION))}")
+    if name == "flex" and device.type == "cuda" and not fits:
+        raise BadInput(
+            f"attention is 'flex', whose CUDA kernel takes heads of {_FLEX_HEAD_DIM} and more, not {head_dim}"
+        )
     return name
 
 
@@ -63,53 +80,63 @@ def build_mask(geometry: BlockGeometry, window: int | None, attention: str) -> A
     return tile_mask(geometry, window) if attention == "flex" else dense_mask(geometry, window)
 
 
+@dataclass(frozen=True)
+class _Ranges:
+    """Which keys a query sees, as two half-open ranges of key indices.
+
+    first, last: [B, N·b], of the features. own_first, own_last: [N·b], of the block tokens.
+    """
+
+    first: Tensor
+    last: Tensor
+    own_first: Tensor
+    own_last: Tensor
+
+
+def _ranges(geometry: BlockGeometry, window: int | None) -> _Ranges:
+    b, context = geometry.block_size, geometry.context
+    index = torch.arange(geometry.queries, device=geometry.anchors.device)
+    slot = index % b
+    seen = geometry.seen.repeat_interleave(b, 1)
+    own_first = context + index - slot
+    if window is None:
+        return _Ranges(torch.zeros_like(seen), seen.clamp(max=context), own_first, own_first + b)
+    first = (seen + slot - window + 1).clamp(min=0)
+    return _Ranges(first, seen.clamp(max=context), own_first, context + index + 1)
+
+
 def dense_mask(geometry: BlockGeometry, window: int | None) -> Tensor:
     """[B, 1, N·b, S + N·b] bool, True where a query sees a key."""
-    device, b = geometry.anchors.device, geometry.block_size
-    seen = geometry.seen.repeat_interleave(b, 1)[:, :, None]
-    position = torch.arange(geometry.context, device=device)
-    features = position < seen
-    index = torch.arange(geometry.queries, device=device)
-    block, slot = index // b, index % b
-    own = block[:, None] == block
-    if window is not None:
-        features = features & (position > seen + slot[:, None] - window)
-        own = own & (slot <= slot[:, None])
-    return torch.cat((features, own.expand(len(seen), -1, -1)), -1)[:, None]
+    r = _ranges(geometry, window)
+    key = torch.arange(geometry.context + geometry.queries, device=r.first.device)
+    own = (key >= r.own_first[:, None]) & (key < r.own_last[:, None])
+    return (own | ((key >= r.first[..., None]) & (key < r.last[..., None])))[:, None]
 
 
 def tile_mask(geometry: BlockGeometry, window: int | None) -> BlockMask:
-    """The same mask for flex attention, its tiles found from the anchors instead of by trying every pair.
+    """The same mask for flex attention, its tiles found from the ranges instead of by trying every pair.
 
     A tile of keys is visited if some pair in it may be visible, and taken without testing if all pairs are.
     """
-    device, b, context = geometry.anchors.device, geometry.block_size, geometry.context
-    seen, queries = geometry.seen, geometry.queries
-    limit = seen.repeat_interleave(b, 1)
-    tiles = -(-queries // TILE)
-    first = torch.arange(tiles, device=device) * TILE  # of each tile of queries
-    padded = F.pad(limit, (0, tiles * TILE - queries)).view(-1, tiles, TILE)
-    inside = (first[:, None] + torch.arange(TILE, device=device)) < queries
-    highest = padded.amax(-1)[..., None]
-    lowest = padded.where(inside, context).amin(-1)[..., None]
-    low = torch.arange(-(-(context + queries) // TILE), device=device) * TILE  # first key of each tile of keys
+    r, queries, keys = _ranges(geometry, window), geometry.queries, geometry.context + geometry.queries
+    low = torch.arange(-(-keys // TILE), device=r.first.device) * TILE  # the first key of each tile
     high = low + TILE - 1
-    visited = low < highest.clamp(max=context)
-    full = (high < lowest) & (high < context) & (first[:, None] + TILE <= queries)
-    if window is not None:
-        visited = visited & (high > lowest - window)
-        full = full & (low > highest + b - 1 - window)
-    # Block tokens: a tile of queries holds whole and cut blocks, whose keys lie between these two.
-    own_first = context + (first // b * b)[:, None]
-    own_last = context + ((first + TILE - 1) // b * b + b - 1).clamp(max=queries - 1)[:, None]
-    partial = (visited | ((high >= own_first) & (low <= own_last))) & ~full
+    nothing = r.last <= r.first
+    visited = (low < _tiled(r.last, 0, torch.amax)) & (high >= _tiled(r.first.where(~nothing, keys), keys, torch.amin))
+    own = (low < _tiled(r.own_last, 0, torch.amax)) & (high >= _tiled(r.own_first, keys, torch.amin))
+    full = (low >= _tiled(r.first, keys, torch.amax)) & (high < _tiled(r.last, 0, torch.amin))
     return BlockMask.from_kv_blocks(
-        *_listed(partial),
+        *_listed((visited | own) & ~full),
         *_listed(full),
         BLOCK_SIZE=TILE,
-        mask_mod=_mask_mod(limit, context, b, window),
-        seq_lengths=(queries, context + queries),
+        mask_mod=_mask_mod(r),
+        seq_lengths=(queries, keys),
     )
+
+
+def _tiled(bound: Tensor, padding: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """[..., N·b] -> [..., tiles of queries, 1], the least or greatest of each tile; the last is filled up."""
+    return reduce(F.pad(bound, (0, -bound.shape[-1] % TILE), value=padding).unflatten(-1, (-1, TILE)), -1)[..., None]
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,39 +145,37 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
-def _mask_mod(limit: Tensor, context: int, b: int, window: int | None) -> Callable[..., Tensor]:
-    def full(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = (key >= context) & ((key - context) // b == query // b)
-        return own | ((key < context) & (key < limit[batch, query]))
+def _mask_mod(r: _Ranges) -> Callable[..., Tensor]:
+    """One function for every layer type, block size and length: it captures tensors only, so one kernel serves all."""
+    first, last, own_first, own_last = r.first, r.last, r.own_first, r.own_last
 
-    def sliding(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert window is not None
-        own = (key >= context) & ((key - context) // b == query // b) & (key - context <= query)
-        last = limit[batch, query]
-        return own | ((key < context) & (key < last) & (key > last + query % b - window))
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        feature = (key >= first[batch, query]) & (key < last[batch, query])
+        return feature | ((key >= own_first[query]) & (key < own_last[query]))
 
-    return full if window is None else sliding
+    return visible
 
 
-_compiled: dict[str, Callable[..., Any]] = {}
-_compiling = threading.Lock()
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    """Flex attention as a kernel, one for each device and each special size (a batch of one row).
 
-
-def _flex(device: torch.device) -> Callable[..., Any]:
-    """Flex attention for a device: compiled on CUDA, where the plain one would build every score."""
-    if device.type != "cuda":
-        return flex_attention
-    with _compiling:
-        if "flex" not in _compiled:
-            _compiled["flex"] = torch.compile(flex_attention, dynamic=True)
-        return _compiled["flex"]
+    torch.compile's limit of 8 kernels is too few for 8 GPUs. Past the limit `fullgraph=True` raises; otherwise the
+    plain function would run, which holds every score.
+    """
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, attention: str) -> Tensor:
     """query [B, heads, Q, D], key and value [B, kv heads, S + Q, D] -> [B, heads, Q, D]."""
     grouped = query.shape[1] != key.shape[1]
     if attention == "flex":
-        return _flex(query.device)(query, key, value, block_mask=mask, enable_gqa=grouped)
+        if query.device.type != "cuda":
+            return flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped)
+        # Left to itself, torch takes its decoding kernel for few queries, which cannot serve training.
+        options = {"BACKEND": "TRITON"}
+        return _compiled_flex()(query, key, value, block_mask=mask, enable_gqa=grouped, kernel_options=options)
     if attention == "sdpa":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
     groups = query.shape[1] // key.shape[1]

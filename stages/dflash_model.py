@@ -124,7 +124,7 @@ class DFlashModel(nn.Module):
         anchors: [B, N] int64, positions of the blocks' first tokens. keep: [B, N] bool, False for an unused block.
         attention: "auto", "flex", "sdpa" or "eager". -> [B, N·b, H] after the final norm, for the target's head.
         """
-        attention = resolve_attention(attention, block_embeds.device)
+        attention = resolve_attention(attention, block_embeds.device, self.config.head_dim)
         dtype = self.fc.weight.dtype
         geometry = BlockGeometry(anchors, keep, context.shape[1], block_embeds.shape[1] // anchors.shape[1])
         windows = {kind: self.config.sliding_window if kind == SLIDING else None for kind in self.config.layer_types}

@@ -66,7 +66,7 @@ class DrafterStep(Stage):
     ce_chunk: int | None = None
 
     def check(self, replicas: int) -> None:
-        self._keys().check()
+        self.architecture().check()
         self._loss_config()
         if self.partials < 1 or self.partials % replicas:
             raise BadInput(
@@ -80,7 +80,8 @@ class DrafterStep(Stage):
         if self.attention not in ("auto", *ATTENTION):
             raise BadInput(f"attention is {self.attention!r}{nearest(self.attention, ('auto', *ATTENTION))}")
 
-    def _keys(self) -> DrafterKeys:
+    def architecture(self) -> DrafterKeys:
+        """The fields that say what the drafter is."""
         names = [field.name for field in dataclasses.fields(DrafterKeys)]
         return DrafterKeys(**{name: getattr(self, name) for name in names})
 
@@ -94,32 +95,45 @@ class DrafterStep(Stage):
         self._ctx = ctx
         self._device = torch.device(ctx.device)
         dtype = resolve_dtype(self.dtype, self._device)
-        self.config = self._keys().resolve()
+        self.config = self.architecture().resolve()
         self._model = DFlashModel(self.config, device="meta")
         self._flat = flatten(self._model, self._device, dtype)
         self._frozen = load_frozen(self.target, self.revision, dtype, self._device, self.weights)
         self._loss = self._loss_config()
-        self._attention = resolve_attention(self.attention, self._device)
+        self._attention = resolve_attention(self.attention, self._device, self.config.head_dim)
         self._chunk = self.ce_chunk or _CHUNK.get(self._device.type, _CHUNK["cuda"])
+        self._mine = range(ctx.replica, self.partials, ctx.replicas)
         self._step: int | None = None
+        if self._device.type == "cuda":
+            self._warm_up()
         self._begin_window()
 
+    def _warm_up(self) -> None:
+        """Build the kernels now, while no other stage computes: a batch of one row is a kernel of its own."""
+        length, blocks = 300, 512 // self.block_size + 1
+        for rows in (2, 1):
+            context = self._flat.values.new_zeros(rows, length, self.config.feature_size)
+            embeds = self._flat.values.new_zeros(rows, blocks * self.block_size, self.config.hidden_size)
+            anchors = torch.arange(blocks, device=self._device).expand(rows, -1) + 100
+            hidden = self._model(embeds, context, anchors, anchors > 0, self._attention)
+            hidden.sum().backward()
+        self._model.zero_grad(set_to_none=True)
+
     def _begin_window(self) -> None:
-        """Fresh memory: what the last window summed has been given away."""
-        mine = range(self._ctx.replica, self.partials, self._ctx.replicas)
-        self._partials = {
-            number: Partial(
-                torch.zeros(self._flat.size, dtype=torch.float32, device=self._device),
-                Sums.zeros(self.block_size, self._device).vector,
-            )
-            for number in mine
-        }
+        self._partials: dict[int, Partial] = {}
         # Neutral in min and max, for a replica that a short last window leaves without a micro-batch.
         self._progress = (math.inf, -math.inf)
 
+    def _partial(self, number: int) -> Partial:
+        """The sums of a partial: fresh memory at its first use, because the last window's has been given away."""
+        if number not in self._partials:
+            gradient = torch.zeros(self._flat.size, dtype=torch.float32, device=self._device)
+            self._partials[number] = Partial(gradient, Sums.zeros(self.block_size, self._device).vector)
+        return self._partials[number]
+
     def process(self, features: FeatureBatch, params: Parameters, stamp: Stamp) -> None:
         number = stamp.slot % self.partials
-        if number not in self._partials:
+        if number not in self._mine:
             raise RuntimeError(
                 f"micro-batch {stamp.slot} of its window belongs to partial {number}, "
                 f"which replica {self._ctx.replica} of {self._ctx.replicas} does not hold: deal the drafter round robin"
@@ -127,9 +141,15 @@ class DrafterStep(Stage):
         if params.step != self._step:
             self._flat.load(params.flat)
             self._step = params.step
+        if features.hidden.shape[-1] != self.config.feature_size:
+            raise BadInput(
+                f"the target's hidden states are {features.hidden.shape[-1]} wide, "
+                f"expected {len(self.config.target_layer_ids)} layers of {self.config.hidden_size}: "
+                "give stages target and drafter the same layers"
+            )
         before, after = features.tokens.progress
         self._progress = (min(self._progress[0], before), max(self._progress[1], after))
-        self._accumulate(features, self._partials[number])
+        self._accumulate(features, self._partial(number))
 
     def _accumulate(self, features: FeatureBatch, partial: Partial) -> None:
         tokens = features.tokens
@@ -149,6 +169,7 @@ class DrafterStep(Stage):
         partial.sums.add_(sums.vector)
 
     def end_window(self) -> Gradients:
-        gradients = Gradients(self._partials, self._progress)
+        gradients = Gradients({number: self._partial(number) for number in self._mine}, self._progress)
+        self._flat.sum_gradients_into(None)
         self._begin_window()
         return gradients

@@ -25,7 +25,7 @@ from stages.dflash_loss import block_inputs
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten, initial_parameters
 from stages.drafter_files import load_drafter, read_record, refuse_other_target
 from stages.messages import AcceptanceCounts, FeatureBatch
-from stages.target_model import load_frozen
+from stages.target_model import load_frozen, resolve_layers
 
 __all__ = ["AcceptanceReport", "AcceptanceWalk"]
 
@@ -60,20 +60,22 @@ class _Walks:
 class AcceptanceWalk(Stage):
     """Walk along the known responses of a batch as greedy speculative decoding would, all of them side by side.
 
-    drafter: folder of an exported drafter; null: a fresh one by `drafter_keys` (the whole `with:` mapping of a stage
-    drafter), to know where training begins. target, revision: whose embedding and head it drafts with. data: path of
-    the data set that is walked; a warning is logged where the drafter was trained for another template or thinking
-    flag, or where the responses are not the target's own. block_size: a smaller one than trained. anchors: blocks
-    drafted in one pass for a response: the one at its anchor and those at the next tokens, of which the walk then
-    uses the ones it comes to, so it seldom needs another pass. The result is the same for every number.
-
     A response is a run of supervised tokens. What a pass accepts is counted up to the response's end only.
+
+    path: folder of an exported drafter; null: a fresh one, to know where training begins. target, revision: whose
+    embedding and head it drafts with. layers: the captured layers, which must be the ones it was trained with. keys:
+    what a fresh drafter is built from (those of stage drafter, such as num_layers, block_size and mask_token_id). data:
+    the data set that is walked; a warning is logged where the drafter was trained with another template or thinking
+    flag, or where the responses are not the target's own. block_size: a smaller one than was trained (null: the same).
+    anchors: blocks drafted in one pass for a response, at its anchor and at the tokens behind, most of which the walk
+    then needs no further pass for; the result is the same for every number. weights: "random" reads no checkpoint.
     """
 
-    drafter: str | None
+    path: str | None
     target: str
     revision: str | None = None
-    drafter_keys: dict[str, Any] | None = None
+    layers: int | list[int] = 5
+    keys: dict[str, Any] | None = None
     data: str | None = None
     block_size: int | None = None
     anchors: int = 64
@@ -82,25 +84,36 @@ class AcceptanceWalk(Stage):
     def check(self, replicas: int) -> None:
         if self.anchors < 1:
             raise BadInput(f"anchors is {self.anchors}, expected at least 1")
-        if self.drafter is None and self.drafter_keys is None:
-            raise BadInput("drafter is null: a fresh one needs drafter_keys")
+        if self.path is None:
+            self._keys().check()
+
+    def _keys(self) -> DrafterKeys:
+        of_target = {"target": self.target, "revision": self.revision, "layers": self.layers, "weights": self.weights}
+        return DrafterKeys.pick({**(self.keys or {}), **of_target})
 
     def open(self, ctx: Context) -> None:
+        """Raises BadInput where drafter, target, layers and block size do not fit together."""
         self.check(replicas=1)
         self.device = torch.device(ctx.device)
-        if self.drafter is not None:
-            self.config, self.model = load_drafter(self.drafter)
-            self._warn_of_differences(read_record(self.drafter))
+        if self.path is not None:
+            self.config, self.model = load_drafter(self.path)
+            self._warn_of_differences(read_record(self.path))
         else:
             self._open_fresh(ctx.seed)
         refuse_other_target(self.config, self.target, self.revision)
+        here = resolve_layers(self.layers, self.config.num_target_layers)
+        if here != list(self.config.target_layer_ids):
+            trained = list(self.config.target_layer_ids)
+            raise BadInput(
+                f"the drafter was trained with target layers {trained}, not {here}: set target.layers={trained}"
+            )
         self.block = self.block_size or self.config.block_size
         if not 2 <= self.block <= self.config.block_size:
             raise BadInput(f"block_size is {self.block}, expected 2..{self.config.block_size}, which was trained")
         self.dtype: torch.dtype | None = None
 
     def _open_fresh(self, seed: int) -> None:
-        keys = DrafterKeys.pick(self.drafter_keys or {})
+        keys = self._keys()
         self.config = keys.resolve()
         self.model = DFlashModel(self.config, device="meta")
         flatten(self.model).load(initial_parameters(self.config, seed, keys.feature_std, keys.final_norm_init))
@@ -152,7 +165,7 @@ class AcceptanceWalk(Stage):
         if hidden.shape[2] != self.config.feature_size:
             raise BadInput(
                 f"features are {hidden.shape[2]} wide, but the drafter reads {self.config.feature_size}"
-                f" (target layers {list(self.config.target_layer_ids)}): give the target stage the same layers"
+                f" (target layers {list(self.config.target_layer_ids)})"
             )
         if self.dtype != hidden.dtype:
             self.dtype = hidden.dtype
@@ -200,7 +213,7 @@ class AcceptanceWalk(Stage):
 class AcceptanceReport(Stage):
     """Write evaluation.json into the run's folder: both means of τ, and how far blocks were accepted.
 
-    about: anything that says what was measured (drafter, data, target); kept as it is.
+    about: anything that says what was measured, such as the drafter and the data; kept as it is.
     """
 
     about: dict[str, Any] | None = None
@@ -214,6 +227,8 @@ class AcceptanceReport(Stage):
 
     def finish(self) -> None:
         """Raises BadInput if there was no response of at least two tokens."""
+        if not self.batches:
+            return  # stopped before anything was walked
         if not any(len(counts.tokens) for counts in self.batches):
             raise BadInput("no response has two tokens: there is nothing to verify a draft with")
         result = summary(self.batches)

@@ -32,10 +32,12 @@ SHARD_TOKENS = 1 << 23  # tokens held in memory before a shard is written
 
 
 class JsonlConversations(Source[Conversations]):
-    """Read conversations from a JSON Lines file (forms: see `stages.conversations`), `batch` rows in a message.
+    """Read conversations from a JSON Lines file (forms: see `stages.conversations`).
 
-    split: only rows whose `split` is this, the others are counted. limit: at most so many rows.
-    Cursor: {line, offset, rows}: lines and bytes behind us, rows sent. Raises `BadInput` at `file:line`.
+    The cursor is {line, offset, rows}: lines and bytes behind us, rows sent.
+
+    path: the file. split: only rows whose `split` is this, the others are counted (null: all). limit: at most so many
+    rows. batch: rows in a message.
     """
 
     path: str
@@ -96,8 +98,10 @@ class JsonlConversations(Source[Conversations]):
 class Tokenise(Stage):
     """Turn conversations that have answers into tokens; what is supervised: see `stages.chat_tokens`.
 
+    Rows without any supervised token are dropped by reason.
+
     model, revision: whose tokenizer and template. thinking: the template's `enable_thinking` (null: not passed).
-    max_length: longer rows lose their tail. Rows without any supervised token are dropped by reason.
+    max_length: longer rows lose their tail.
     """
 
     model: str
@@ -144,13 +148,17 @@ class Tokenise(Stage):
 
 
 class ArrowWriter(Stage):
-    """Write token rows to `path`/train.arrow, and a share `held_out` of them to `path`/eval.arrow.
+    """Write token rows to train.arrow and eval.arrow in a folder, with a summary.txt in words beside them.
 
-    A row is held out by a digest of (seed, id): rows of one id stay on one side, whatever else is in the data.
-    tokenizer, revision, thinking, max_length, responses ("given", or "target" where the target wrote them greedily),
-    recipe (anything else that decides the rows): recorded in the files. A data set that says it was made in another
-    way is not overwritten unless `overwrite`. Shards gather in `path`/.unfinished and become the files in `finish`;
-    a restored run goes on with the rows that its snapshot knows. `path`/summary.txt says in words what was written.
+    Shards gather in its `.unfinished-*` and become the files at the end, also where the run is stopped; a resumed run
+    goes on with the rows that its snapshot knows, and replaces the files. A data set that says it was made in another
+    way is not overwritten. A row is held out by a digest of (seed, id): rows of one id stay on one side, whatever else
+    is there.
+
+    path: the folder. tokenizer, revision: the model whose tokens these are. thinking, max_length: as they were made.
+    responses: "given", or "target" where the target wrote them greedily. held_out: the share of rows that goes to
+    eval.arrow. recipe: anything else that decides the rows; recorded in the files, as are the keys before. overwrite:
+    replace whatever data set is there.
     """
 
     path: str
@@ -172,14 +180,13 @@ class ArrowWriter(Stage):
     def open(self, ctx: Context) -> None:
         self.ctx = ctx
         self.folder = Path(self.path)
-        self.staging = self.folder / ".unfinished"
         self.made = self._made()
+        self.staging = self.folder / f".unfinished-{self.made['key']}"
         self._refuse_other_data()
         self.shards: list[dict[str, Any]] = []
         self.dropped: Counter[str] = Counter()
         self.pending: dict[str, list[tuple[np.ndarray, np.ndarray, str]]] = {"train": [], "eval": []}
         self.waiting = 0
-        self.fresh = True  # nothing written by this run yet: shards of a dead one may lie around
 
     def _made(self) -> dict[str, Any]:
         made = {
@@ -223,24 +230,15 @@ class ArrowWriter(Stage):
 
     def _flush(self) -> None:
         """Write what is pending as shards."""
-        if self.fresh:
-            self._clear_staging()
+        self.staging.mkdir(parents=True, exist_ok=True)
         for split, rows in self.pending.items():
             if not rows:
                 continue
             start = _total(self.shards, split)["rows"]
-            name = f"{split}-{start}-{start + len(rows)}.arrow"  # rows and name decide each other
+            name = f"{split}-{start}-{start + len(rows)}.arrow"  # decides its rows, whoever wrote it
             self.shards.append({"name": name, "split": split, "start": start, **write_shard(self.staging / name, rows)})
             rows.clear()
         self.waiting = 0
-
-    def _clear_staging(self) -> None:
-        self.staging.mkdir(parents=True, exist_ok=True)
-        known = {shard["name"] for shard in self.shards}
-        for file in self.staging.iterdir():
-            if file.name not in known:
-                file.unlink()
-        self.fresh = False
 
     def state(self) -> dict[str, Any]:
         self._flush()
@@ -250,7 +248,7 @@ class ArrowWriter(Stage):
         if state["key"] != self.made["key"]:
             raise BadInput(f"{self.path}: the snapshot belongs to rows that are made in another way")
         self.shards, self.dropped = list(state["shards"]), Counter(state["dropped"])
-        self._clear_staging()
+        self.staging.mkdir(parents=True, exist_ok=True)
         for shard in self.shards:
             if not (self.staging / shard["name"]).exists():
                 self._recover(shard)
@@ -283,9 +281,10 @@ class ArrowWriter(Stage):
                 (self.folder / f"{split}.arrow").unlink(missing_ok=True)  # of an overwritten data set
         (self.folder / "summary.txt").write_text(self._summary(), encoding="utf-8")
         shutil.rmtree(self.staging)
-        dropped = {f"rows_dropped.{reason.replace(' ', '_')}": count for reason, count in self.dropped.items()}
-        rows_read = total["rows"] + self.dropped.total()
-        self.ctx.report({"rows_read": rows_read, "rows_written": total["rows"], **dropped})
+        by_reason = {f"rows_dropped.{reason.replace(' ', '_')}": count for reason, count in self.dropped.items()}
+        dropped = self.dropped.total()
+        counts = {"rows_read": total["rows"] + dropped, "rows_written": total["rows"], "rows_dropped": dropped}
+        self.ctx.report(counts | by_reason)
 
     def _summary(self) -> str:
         dropped = self.dropped.total()

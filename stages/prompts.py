@@ -29,10 +29,10 @@ Row = dict[str, Any]
 _MOST = 100_000
 _NAMES = ("Ada", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Lena", "Max")
 _THINGS = ("apples", "books", "cards", "coins", "marbles", "pencils", "shells", "stamps", "stickers", "stones")
+_HOLDERS = ("bags", "baskets", "boxes", "drawers", "jars")
 _PROBLEMS = (
-    "{name} has {a} {things}. {other} gives {name} {b} more {things}. How many {things} does {name} have now?",
-    "{name} has {c} {things} and gives {b} of them to {other}. How many {things} does {name} have left?",
-    "{name} has {d} boxes with {e} {things} in each box. How many {things} does {name} have in total?",
+    "{name} has {n} {holders} with {m} {things} in each of them. How many {things} does {name} have in total?",
+    "{name} has {sum} {things} and gives {part} of them to {other}. How many {things} does {name} have left?",
 )
 
 
@@ -42,10 +42,11 @@ def _maths(count: int, seed: int) -> Iterator[Row]:
     draw = random.Random(f"maths {seed}")
     seen: set[str] = set()
     while len(seen) < count:
-        a, b = draw.randint(11, 60), draw.randint(2, 40)
         name, other = draw.sample(_NAMES, 2)
-        numbers = {"a": a, "b": b, "c": a + b, "d": draw.randint(2, 9), "e": draw.randint(2, 12)}
-        text = draw.choice(_PROBLEMS).format(name=name, other=other, things=draw.choice(_THINGS), **numbers)
+        part, rest = draw.randint(2, 40), draw.randint(2, 40)
+        numbers = {"n": draw.randint(2, 9), "m": draw.randint(2, 12), "sum": part + rest, "part": part}
+        words = {"name": name, "other": other, "holders": draw.choice(_HOLDERS), "things": draw.choice(_THINGS)}
+        text = draw.choice(_PROBLEMS).format(**numbers, **words)
         if text not in seen:
             seen.add(text)
             yield {"id": f"maths/{seed}/{len(seen) - 1}", "source": "maths", "turns": [text]}

@@ -51,7 +51,7 @@ class Regenerate(Stage):
     max_prompt_tokens: conversations with a longer first prompt are dropped and counted; a later turn that would be
     longer ends its conversation. thinking: passed to the template as `enable_thinking` (None: not passed).
     dtype: "auto" is float32 on a CPU and bfloat16 on a GPU.
-    Reports rows, generated_tokens, cut_answers and turns_left_out of each batch.
+    Reports rows, generated_tokens, cut_answers and turns_left_out since the run began.
     """
 
     model: str
@@ -70,6 +70,7 @@ class Regenerate(Stage):
     def open(self, ctx: Context) -> None:
         """Load tokenizer and model. Raises `BadInput` for a target without a chat template or too short a context."""
         self._ctx = ctx
+        self._counts = Counter[str]()
         self._tokenizer = load_tokenizer(self.model, self.revision)
         template = self._tokenizer.chat_template
         if template is None:
@@ -105,7 +106,7 @@ class Regenerate(Stage):
 
     def process(self, conversations: Conversations) -> TokenRows:
         """Conversations as text -> rows of exact token ids. Raises `BadInput` where the template refuses a row."""
-        dropped, counts = Counter(conversations.dropped), Counter[str]()
+        dropped, counts = Counter(conversations.dropped), self._counts
         dialogues = [d for row in conversations.rows if (d := _dialogue(row, dropped)) is not None]
         turn, live = 0, dialogues
         while live:
@@ -191,8 +192,8 @@ class Regenerate(Stage):
                 rows.ids.append(dialogue.id if number == 1 else f"{dialogue.id}#{number}")
                 rows.input_ids.append(np.array(ids, dtype=np.int32))
                 rows.loss_mask.append(np.array(mask, dtype=bool))
-        names = ("generated_tokens", "cut_answers", "turns_left_out")
-        self._ctx.report({"rows": len(rows.ids), **{name: counts[name] for name in names}})
+        counts["rows"] += len(rows.ids)
+        self._ctx.report({name: counts[name] for name in ("rows", "generated_tokens", "cut_answers", "turns_left_out")})
         return rows
 
     def close(self) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 from dflash_pipe.errors import BadInput
 from stages.model_cache import cached_directory
 
-__all__ = ["convert", "find_gguf", "smollm2_directory"]
+__all__ = ["NAME", "convert", "find_gguf", "smollm2_directory"]
 
-_NAME = "smollm2-135m-instruct-v1"  # change the number when `convert` writes something else
+NAME = "smollm2-135m-instruct-v1"  # change the number when `convert` writes something else
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -57,7 +57,7 @@ _TEMPLATE = """\
 
 def smollm2_directory() -> Path:
     """The converted model, converting it first where that has not been done. Raises `BadInput` if a package lacks."""
-    return cached_directory(_NAME, lambda folder: convert(find_gguf(), folder))
+    return cached_directory(NAME, lambda folder: convert(find_gguf(), folder))
 
 
 def find_gguf() -> Path:

@@ -2,7 +2,8 @@
 
 The dataflow has the shape of the real one (source -> target -> drafter <-> optimizer). Every result is hashed into the
 next, in order, so the last digest tells whether messages were reordered, lost, doubled, or read with stale parameters.
-Payloads are small; `nbytes` is what they claim to hold, for channels that count bytes.
+Payloads are small; `nbytes` is what they claim to hold, for channels that count bytes. Every stage waits for `seconds`
+times `scale`: seconds as measured somewhere, and a scale that makes a run of them short.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ class Numbers(Source[Number]):
 
     count: int
     seconds: float = 0.0
+    scale: float = 1.0
     nbytes: int = 8
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Number | None]]:
         for index in range(cursor or 0, self.count):
-            time.sleep(self.seconds)
+            time.sleep(self.seconds * self.scale)
             yield index + 1, Number(index, self.nbytes)
 
 
@@ -70,10 +72,11 @@ class Wait(Stage):
     """The target: hash a number. seconds: time for each message. nbytes: what a result claims to hold."""
 
     seconds: float = 0.0
+    scale: float = 1.0
     nbytes: int = 32
 
     def process(self, number: Number) -> Digest:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * self.scale)
         return Digest(_hash("target", number.index), self.nbytes)
 
 
@@ -85,6 +88,7 @@ class WaitStep(Stage):
     """
 
     seconds: float = 0.0
+    scale: float = 1.0
     partials: int = 1
 
     def check(self, replicas: int) -> None:
@@ -95,7 +99,7 @@ class WaitStep(Stage):
         self._chains: dict[int, str] = {}
 
     def process(self, features: Digest, params: Weights, stamp: Stamp) -> None:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * self.scale)
         number = stamp.slot % self.partials
         before = self._chains.get(number, "")
         self._chains[number] = _hash(before, features.digest, params.step, params.digest)
@@ -109,6 +113,7 @@ class WaitOptimizer(Stage):
     """The optimizer: chain a window's partials, in their order, onto the digest. seconds: time for each step."""
 
     seconds: float = 0.0
+    scale: float = 1.0
 
     def open(self, ctx: Context) -> None:
         self._report = ctx.report
@@ -118,7 +123,7 @@ class WaitOptimizer(Stage):
         return self._weights
 
     def process(self, grads: tuple[Partials, ...]) -> Weights:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * self.scale)
         chains = {number: digest for share in grads for number, digest in share.digests.items()}
         ordered = [chains[number] for number in sorted(chains)]
         self._weights = Weights(self._weights.step + 1, _hash(self._weights.digest, *ordered))

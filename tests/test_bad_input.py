@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dflash_pipe import BadInput
 from dflash_pipe.check import check
+from dflash_pipe.cli import main
 from dflash_pipe.graph import load
+from dflash_pipe.located import dumps
+from dflash_pipe.plan import plan
 
 GOOD = """\
 window: 4
@@ -234,6 +244,11 @@ CASES = {
         "command line: stages.drafter.with.partials: should be a valid integer, got [2]",
         given=("good.yaml", "drafter.partials=[2]"),
     ),
+    "override of a stage without use": Case(
+        'my.yaml:2: stages.extra: expected use: "module:Name"',
+        over("stages: {extra: {with: {seconds: 1}}}\n"),
+        given=("my.yaml", "extra.seconds=2"),
+    ),
     "override is bad YAML": Case(
         "command line: drafter.partials=[2: not valid YAML: while parsing a flow sequence: expected ',' or "
         "']', but got '<stream end>'",
@@ -294,6 +309,12 @@ CASES = {
         "my.yaml:3: channels.features.to: drafter has several ports: drafter.features, drafter.params",
         over("channels:\n  features: {to: drafter}\n"),
     ),
+    "to nothing": Case(
+        "my.yaml:3: channels.features.to: needs at least one entry", over("channels:\n  features: {to: []}\n")
+    ),
+    "a worker without stages": Case(
+        "my.yaml:3: workers.main.stages: needs at least one entry", over("workers:\n  main: {stages: []}\n")
+    ),
     "to a source": Case(
         "my.yaml:3: channels.features.to: data is a source and receives nothing",
         over("channels:\n  features: {to: data}\n"),
@@ -328,27 +349,75 @@ CASES = {
 }
 
 
-def run_case(case: Case) -> str:
-    """The line that the command prints for what was given. (Files and overrides are told apart as the command does.)"""
-    files = [word for word in case.given if "=" not in word]
-    with pytest.raises(BadInput) as caught:
-        check(load(files, [word for word in case.given if "=" in word]))
-    return str(caught.value)
+def run_case(case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `dflash-pipe check` prints on standard error; it must exit with 2 and print nothing else."""
+    monkeypatch.setattr(sys, "argv", ["dflash-pipe", "check", *case.given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with the good graph in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading adds the current folder
+    (tmp_path / "good.yaml").write_text(GOOD)
+    return tmp_path
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_one_line_with_its_place(name, tmp_path, monkeypatch):
+def test_bad_input_is_one_line_with_its_place(name, folder, capsys, monkeypatch):
     case = CASES[name]
-    monkeypatch.chdir(tmp_path)
-    for file, text in {"good.yaml": GOOD, "my.yaml": case.text, **case.files}.items():
-        path = tmp_path / file
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert "\n" not in case.expected
-    assert run_case(case) == case.expected
+    for file, text in {"my.yaml": case.text, **case.files}.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert run_case(case, capsys, monkeypatch) == f"{case.expected}\n"
 
 
-def test_the_good_one_is_good(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.yaml").write_text(GOOD)
+def paths(value, path=()):
+    """Every place in a nested value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(each for key, entry in inside for each in paths(entry, (*path, key)))]
+
+
+ODD = [None, 0, -1, 1.5, "", "x", "data", "${seed}", "${drafter}", "${}", "${stages}", [], ["data"], {}, {"a": 1}, True]
+WORDS = ["use", "with", "from", "to", "initial", "group", "replicas", "device", "order", "extends", "data", "", "a.b"]
+PLACES = paths(yaml.safe_load(GOOD))[1:]
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(PLACES), st.none() | st.sampled_from(WORDS), st.sampled_from(ODD))
+def test_whatever_a_file_says_it_is_a_sound_graph_or_one_line(folder, place, key, odd):
+    *above, last = place
+    changed = parent = yaml.safe_load(GOOD)
+    for part in above:
+        parent = parent[part]
+    if key is not None and isinstance(parent[last], dict):
+        parent[last][key] = odd
+    else:
+        parent[last] = odd
+    (folder / "my.yaml").write_text(dumps(changed))
+    try:
+        graph = load(["my.yaml"])
+        check(graph)
+    except BadInput as error:
+        assert "\n" not in str(error)
+        assert error.where
+    else:
+        plan(graph)
+
+
+def test_the_good_one_is_good(folder):
     check(load(["good.yaml"]))
+
+
+def test_the_installed_command_prints_no_traceback(folder):
+    command = [sys.executable, "-m", "dflash_pipe.cli", "check", "good.yaml", "windw=3"]
+    root = str(Path(__file__).parent.parent)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": root})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"{CASES['override of nothing'].expected}\n"

@@ -1,8 +1,7 @@
-"""The network: what a block can see, its masks in every backend, its flat weights, its config."""
+"""The network: what a block can see, its masks in every backend, its flat weights."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -14,14 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_pipe import BadInput
-from stages.dflash_config import resolve_mask_token
 from stages.dflash_masks import BlockGeometry, build_mask, dense_mask, resolve_attention, tile_mask
-from stages.dflash_model import DFlashModel, DrafterConfig, DrafterKeys, flatten, initial_parameters, parameter_layout
-from stages.dflash_rope import inverse_frequencies
+from stages.dflash_model import DFlashModel, DrafterConfig, flatten, initial_parameters, parameter_layout
 from tests.drafters import CONFIG, config, drafter, normal
 
 ANCHORS = torch.tensor([[2, 7, 15, 0], [5, 6, 19, 20]])
@@ -49,7 +44,7 @@ def test_features_at_or_after_the_anchor_change_nothing(sliding: int | None) -> 
         changed = context.clone()
         changed[:, position] += 100.0
         same = (run(of, embeds, changed) == before).flatten(2).all(-1)
-        unseen = (ANCHORS <= position) | ~KEEP
+        unseen = ~((position < ANCHORS) & KEEP)
         assert torch.equal(same, unseen), f"position {position}"
 
 
@@ -106,7 +101,9 @@ def test_unused_blocks_give_no_nan_and_touch_no_other(attention: str, sliding: i
     assert torch.isfinite(out).all()
     out.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-    torch.testing.assert_close(run(of, embeds, context, attention)[1], run(of, embeds, context, attention, KEEP | True)[1])
+    torch.testing.assert_close(
+        run(of, embeds, context, attention)[1], run(of, embeds, context, attention, KEEP | True)[1]
+    )
 
 
 def test_gradients_of_sdpa_and_eager_agree() -> None:
@@ -164,6 +161,15 @@ def test_tiles_say_what_the_dense_mask_says(drawn: tuple[int, int, int, int, int
     assert not (full & ~whole).any()
 
 
+@pytest.mark.parametrize(("anchor", "full"), [(127, 0), (128, 1), (255, 1), (256, 2)])
+def test_a_tile_is_full_from_its_last_feature_on(anchor: int, full: int) -> None:
+    geometry = BlockGeometry(torch.full((1, 8), anchor), torch.ones(1, 8, dtype=torch.bool), 300, 16)
+    assert tile_mask(geometry, None).full_kv_num_blocks.tolist() == [[[full]]]
+    # The last slot sees from anchor + 15 - window + 1 on: a window that begins with the first tile, and one later.
+    assert tile_mask(geometry, anchor + 16).full_kv_num_blocks.tolist() == [[[full]]]
+    assert tile_mask(geometry, anchor + 15).full_kv_num_blocks.tolist() == [[[max(0, full - 1)]]]
+
+
 def _evaluated(mask: object, geometry: BlockGeometry, rows: int) -> Tensor:
     """The mask function of a BlockMask at every pair."""
     n, q = torch.arange(rows)[:, None, None, None], torch.arange(geometry.queries)[:, None]
@@ -188,10 +194,13 @@ def test_no_query_is_without_keys(drawn: tuple[int, int, int, int, int | None, i
 
 
 def test_auto_attention_and_unknown_names() -> None:
-    assert resolve_attention("auto", torch.device("cpu")) == "sdpa"
-    assert resolve_attention("auto", torch.device("cuda")) == "flex"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [resolve_attention("auto", device, 64) for device in (cpu, cuda)] == ["sdpa", "flex"]
+    assert resolve_attention("auto", cuda, 8) == "sdpa" and resolve_attention("flex", cpu, 8) == "flex"
+    with pytest.raises(BadInput, match="takes heads of 16 and more, not 8"):
+        resolve_attention("flex", cuda, 8)
     with pytest.raises(BadInput, match="did you mean 'eager'"):
-        resolve_attention("eagr", torch.device("cpu"))
+        resolve_attention("eagr", cpu, 64)
 
 
 def test_a_checkpoint_has_the_names_that_servers_expect() -> None:
@@ -276,144 +285,8 @@ def test_feature_std_that_does_not_fit_is_refused(tmp_path: Path, std: Tensor) -
 
 
 def test_feature_std_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="expected a .safetensors file with tensor 'std'"):
+    with pytest.raises(BadInput, match=r"expected a \.safetensors file with tensor 'std'"):
         initial_parameters(CONFIG, 1, tmp_path / "none.safetensors")
     save_file({"mean": torch.ones(32)}, tmp_path / "mean.safetensors")
-    with pytest.raises(BadInput, match="expected a .safetensors file with tensor 'std'"):
+    with pytest.raises(BadInput, match=r"expected a \.safetensors file with tensor 'std'"):
         initial_parameters(CONFIG, 1, tmp_path / "mean.safetensors")
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        None,
-        {"rope_type": "linear", "factor": 2.5},
-        {"rope_type": "llama3", **LLAMA3},
-        {"rope_type": "yarn", **YARN},
-        {"rope_type": "yarn", **YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
-        {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
-        {"rope_type": "yarn", **YARN, "attention_factor": 1.5},
-    ],
-)
-def test_rotary_frequencies_are_those_of_transformers(scaling: dict[str, object] | None) -> None:
-    of = config(head_dim=32, rope_theta=500.0, rope_scaling=scaling)
-    theirs = Qwen3RotaryEmbedding(
-        Qwen3Config(
-            hidden_size=128,
-            num_attention_heads=4,
-            head_dim=32,
-            max_position_embeddings=256,
-            rope_parameters={"rope_theta": 500.0, **(scaling or {"rope_type": "default"})},
-        )
-    )
-    frequencies, factor = inverse_frequencies(of)
-    torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=1e-6, atol=0)
-    assert factor == pytest.approx(theirs.attention_scaling)
-
-
-def test_scaling_without_its_numbers_is_refused() -> None:
-    with pytest.raises(BadInput, match="of type 'yarn' lacks 'original_max_position_embeddings'"):
-        inverse_frequencies(config(rope_scaling={"rope_type": "yarn", "factor": 2.0}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
-        ({"head_dim": 7}, "even number"),
-        ({"block_size": 1}, "at least 2"),
-        ({"mask_token_id": 61}, r"outside the embedding \(0..60\)"),
-        ({"layer_types": ("full_attention",)}, "1 entries for 2 layers"),
-        ({"layer_types": ("full_attention", "slidng_attention")}, "did you mean 'sliding_attention'"),
-        ({"sliding": 3}, "at least the block size"),
-        ({"target_layer_ids": ()}, "target_layer_ids is empty"),
-        ({"hidden_size": 0}, "hidden_size is 0"),
-    ],
-)
-def test_numbers_that_cannot_be_a_drafter_are_refused(changes: dict[str, object], complaint: str) -> None:
-    with pytest.raises(BadInput, match=complaint):
-        config(**changes)
-
-
-def test_keys_follow_the_target() -> None:
-    of = DrafterKeys.pick({"target": "tiny:qwen3", "layers": [1], "num_layers": 3, "gamma": 7, "lr": 1}).resolve()
-    from stages.target_model import load_tokenizer, text_config
-
-    target = text_config("tiny:qwen3", None)
-    assert (of.hidden_size, of.vocab_size, of.head_dim) == (target.hidden_size, target.vocab_size, target.head_dim)
-    assert of.rope_theta == target.rope_parameters["rope_theta"] and of.rope_scaling is None
-    assert of.num_hidden_layers == 3 and of.target_layer_ids == (1,)
-    assert of.num_target_layers == target.num_hidden_layers
-    assert load_tokenizer("tiny:qwen3", None).convert_ids_to_tokens(of.mask_token_id) == "<|mask|>"
-
-
-def test_partial_and_multi_axis_rope_are_not_taken_over() -> None:
-    of = DrafterKeys(target="tiny:qwen3_5", layers=1, sliding_window=32, num_layers=3).resolve()
-    assert of.rope_scaling is None
-    assert of.layer_types == ("sliding_attention", "sliding_attention", "full_attention")
-    one = DrafterKeys(target="tiny:qwen3_5", layers=1, sliding_window=32, num_layers=1, block_size=8).resolve()
-    assert one.layer_types == ("sliding_attention",)
-    other = DrafterKeys(target="tiny:qwen3_5", layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=6)
-    assert (other.resolve().num_attention_heads, other.resolve().num_key_value_heads) == (2, 1)
-    assert other.resolve().head_dim == 6
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"num_layers": 0}, "num_layers is 0"),
-        ({"block_size": 1}, "block_size is 1"),
-        ({"mask_token_id": "mask"}, 'expected a token id or "auto"'),
-        ({"mask_token_id": 512}, "outside the embedding"),
-        ({"mask_token_id": 0}, "is the pad token"),
-        ({"mask_token_id": 2}, "is the eos token"),
-        ({"sliding_layers": 1}, "sliding_window is not"),
-        ({"sliding_window": 64, "sliding_layers": 6}, "expected 1..5"),
-        ({"sliding_window": 8}, "at least the block size"),
-        ({"weights": "randm"}, "did you mean 'random'"),
-        ({"dtype": "fp16"}, "dtype is 'fp16'"),
-    ],
-)
-def test_wrong_keys_are_refused(keys: dict[str, object], complaint: str) -> None:
-    with pytest.raises(BadInput, match=complaint):
-        DrafterKeys.pick({"target": "tiny:llama", "layers": 1, **keys}).resolve()
-    with pytest.raises(BadInput, match="lack 'target'"):
-        DrafterKeys.pick(keys)
-
-
-class Vocabulary:
-    """The part of a tokenizer that is asked for MASK."""
-
-    def __init__(self, added: dict[str, int], size: int, special: tuple[str, ...] = ()) -> None:
-        self.added, self.size, self.all_special_tokens = added, size, list(special)
-
-    def get_added_vocab(self) -> dict[str, int]:
-        return self.added
-
-    def get_vocab(self) -> dict[str, int]:
-        return {f"t{i}": i for i in range(self.size)} | self.added
-
-
-@pytest.mark.parametrize("name", ["<|mask|>", "[MASK]", "<mask>", "<|MASK|>", "<MASK_>"])
-def test_auto_mask_is_the_token_that_says_so(name: str) -> None:
-    assert resolve_mask_token("auto", Vocabulary({"<|im_end|>": 7, name: 9}, 10), 20, {7: "eos"}) == 9
-
-
-def test_auto_mask_is_otherwise_the_first_row_beyond_the_tokenizer() -> None:
-    assert resolve_mask_token("auto", Vocabulary({"<|image_mask_pad|>": 9}, 10), 20, {}) == 10
-    with pytest.raises(BadInput, match=r"give the id of a special token .* \(9 <empty_output>\)"):
-        resolve_mask_token("auto", Vocabulary({"<|im_end|>": 7, "<empty_output>": 9}, 10), 10, {7: "eos"})
-
-
-def test_config_reads_old_and_new_rope_keys() -> None:
-    data = json.loads((Path(__file__).parent / "data" / "no_decay.json").read_text())
-    old = DrafterConfig.from_json(data | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
-    del data["rope_theta"]
-    new = DrafterConfig.from_json(data | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}})
-    assert old == new
-    with pytest.raises(BadInput, match="rope_theta is missing"):
-        DrafterConfig.from_json(data)

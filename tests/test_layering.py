@@ -15,7 +15,7 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 350, 60, 8
 # Every module of the framework and the modules of the framework that it may import: what stands before it.
 BASE = {"errors", "message"}
 READING = {"stage", "transport", "use", "located", "keys", "names"}
-RUNNING = {"stats", "stage", "transport", "channel", "route", "snapshot", "graph", "plan"}
+RUNNING = {"stats", "stage", "transport", "channel", "gate", "route", "snapshot", "graph", "plan"}
 FRAMEWORK = {
     "errors": set(),
     "message": {"errors"},
@@ -26,7 +26,8 @@ FRAMEWORK = {
     "stage": BASE,
     "snapshot": BASE | {"stats", "stage"},
     "channel": BASE | {"stats"},
-    "route": BASE | {"stats", "channel"},
+    "gate": BASE | {"stats"},
+    "route": BASE | {"stats", "channel", "gate"},
     "use": BASE,
     "located": BASE,
     "keys": BASE | {"located"},

@@ -1,7 +1,7 @@
 """YAML with places: scalars, files that extend files, overlays."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_pipe import BadInput
@@ -25,6 +25,8 @@ def value_of(text):
 
 
 @given(values)
+@example({"\x85": None})
+@example("a\u2028b \n c")
 def test_what_is_dumped_reads_back_as_the_same_value(value):
     back = value_of(dumps(value))
     assert back == value
@@ -197,6 +199,18 @@ def test_a_file_of_ones_own_comes_before_a_shipped_one(files):
 def test_a_byte_order_mark_is_no_content(tmp_path):
     (tmp_path / "a.yaml").write_bytes(b"\xef\xbb\xbfwindow: 3\n")
     assert plain(read([tmp_path / "a.yaml"])[0])["window"] == 3
+
+
+def test_a_file_that_cannot_be_read_is_named(files, monkeypatch):
+    files(a="window: 1\n")
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", forbidden)
+    with pytest.raises(BadInput) as caught:
+        read(["a.yaml"])
+    assert str(caught.value) == "a.yaml: cannot be read: Permission denied"
 
 
 def test_under_gives_nothing_where_there_is_no_mapping():

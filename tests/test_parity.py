@@ -79,7 +79,9 @@ def test_bad_folder_is_one_line_and_exit_2() -> None:
 def _pair(folder: Path, **changes: object) -> Path:
     """A good pair, its JSON changed at top level; None removes a key."""
     data = json.loads((DATA / "no_decay.json").read_text()) | changes
-    (folder / "x.json").write_text(json.dumps({k: v for k, v in data.items() if v is not None or k == "sliding_window"}))
+    (folder / "x.json").write_text(
+        json.dumps({k: v for k, v in data.items() if v is not None or k == "sliding_window"})
+    )
     shutil.copy(DATA / "no_decay.safetensors", folder / "x.safetensors")
     return folder
 

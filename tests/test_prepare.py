@@ -243,7 +243,8 @@ def test_files_say_how_they_were_made(tmp_path: Path) -> None:
     assert recipe["recipe"] == {"reader": {"path": "p.jsonl"}}
     summary = (tmp_path / "summary.txt").read_text()
     assert "3 rows read, 2 dropped" in summary and "1 rows, 9 tokens, 33.3% supervised" in summary
-    assert reports == [{"rows_read": 3, "rows_written": 1, "rows_dropped.no_assistant_turn": 2}]
+    counts = {"rows_read": 3, "rows_written": 1, "rows_dropped": 2, "rows_dropped.no_assistant_turn": 2}
+    assert reports == [counts]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["summary.txt", "train.arrow"]
 
 
@@ -290,13 +291,26 @@ def test_a_broken_writer_goes_on_from_its_snapshot(tmp_path: Path, after: str) -
             assert content(tmp_path / "broken" / name) == content(tmp_path / "whole" / name)
 
 
+def test_runs_of_another_recipe_leave_shards_alone(tmp_path: Path) -> None:
+    stage = writer(tmp_path)
+    stage.process(token_rows(0, 50))
+    state = stage.state()
+    other = writer(tmp_path, thinking=True)
+    other.process(token_rows(500, 50))
+    other.state()
+    resumed = writer(tmp_path)
+    resumed.restore(state)
+    resumed.finish()
+    assert content(tmp_path / "train.arrow") == [list(range(k, k + 8)) for k in range(50)]
+
+
 def test_a_snapshot_without_its_rows_is_refused(tmp_path: Path) -> None:
     stage = writer(tmp_path / "a")
     stage.process(token_rows(0, 50))
     state = stage.state()
-    for path, fields, said in ((tmp_path / "b", {}, "is gone"), (tmp_path / "a", {"thinking": True}, "in another way")):
+    for path, thinking, said in ((tmp_path / "b", None, "is gone"), (tmp_path / "a", True, "in another way")):
         with pytest.raises(BadInput, match=said):
-            writer(path, **fields).restore(state)
+            writer(path, thinking=thinking).restore(state)
 
 
 def test_rows_of_one_conversation_stay_together(tmp_path: Path) -> None:

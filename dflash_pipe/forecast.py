@@ -1,0 +1,254 @@
+"""How long a step of a graph will take, what decides that, and what each change would bring: before it is built.
+
+The service times come from the profile of any run of the same dataflow. Constant times and a plan in which nobody
+chooses: the exact maximum cycle ratio. Otherwise the plan is simulated, varying times drawn from the profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflash_pipe.critical import Cycle, critical_cycle, seconds_by_stage
+from dflash_pipe.cycles import events, is_marked, maximum_ratio
+from dflash_pipe.errors import BadInput, Stalled, nearest
+from dflash_pipe.graph import Graph
+from dflash_pipe.plan import Plan
+from dflash_pipe.plan import plan as lay_out
+from dflash_pipe.profile import Profile
+from dflash_pipe.service import constant_times, drawn_times, resized, sped_up, varies
+from dflash_pipe.simulate import Shares, Simulated, Times, simulate
+from dflash_pipe.simulated_wiring import shared_devices
+from dflash_pipe.what_if import Change, asked, graph_of, resizing, usual
+
+__all__ = ["Forecast", "Options", "Outcome", "Pace", "predict"]
+
+# A forecast that misses the measured step by more than this says nothing about changes.
+_TRUSTED = 0.10
+# How many messages, times stages, a simulation looks at: enough for a median within a percent, and soon done.
+_FIRINGS = 30_000
+# Below this speedup a change of the graph is not worth a word.
+_WORTH = 1.02
+
+
+@dataclass(frozen=True)
+class Options:
+    """rows: in the data set, times epochs, for the ETA. seed: of the drawn times. together: stage -> name; stages with
+    one name never compute at the same time (one GPU, or one interpreter); workers on one GPU have one name already.
+    changes: whether the usual changes are tried."""
+
+    rows: int | None = None
+    seed: int = 0
+    together: Mapping[str, str] | None = None
+    changes: bool = True
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds for a step: mean, median, and the interval that holds 90 % of the steps. exact: not simulated.
+
+    cycle: what decides it. stages: share of the critical path, most first. workers: shares of their time. remarks: what
+    is extrapolated or not known.
+    """
+
+    step: float
+    median: float
+    low: float
+    high: float
+    exact: bool
+    cycle: Cycle
+    stages: dict[str, float]
+    workers: dict[str, Shares]
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a change would bring. speedup: in messages' worth of work a second (above 1: faster). pace: None if the
+    change cannot be forecast; the refusal says why."""
+
+    change: Change
+    pace: Pace | None
+    speedup: float
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """measured: mean seconds of a step of the profiled run. own: what this forecast says about that run. refusal: why
+    no change was tried (its miss of the profiled run), or ''. rows_per_second, eta: None where rows are not known.
+    outcomes: the first `asked` of them are of the what-ifs that were asked for."""
+
+    graph: str
+    pace: Pace
+    measured: float
+    own: float
+    messages_per_second: float
+    rows_per_second: float | None
+    eta: float | None
+    outcomes: tuple[Outcome, ...]
+    asked: int
+    refusal: str
+    verdict: str
+
+
+def predict(graph: Graph, profile: Profile, what_ifs: Sequence[str] = (), options: Options | None = None) -> Forecast:
+    """Forecast a checked graph from a profile. what_ifs: see `dflash_pipe.what_if.asked`.
+
+    Raises BadInput if the profile is not of this dataflow, a what-if cannot be read, or the graph would stall.
+    """
+    return _Prediction(profile, options or Options()).of(graph, what_ifs)
+
+
+class _Prediction:
+    def __init__(self, profile: Profile, options: Options) -> None:
+        self.profile, self.options = profile, options
+        self.profiled = graph_of(profile.graph, "the profile's graph")
+        self.varies = varies(profile)
+
+    def of(self, graph: Graph, what_ifs: Sequence[str]) -> Forecast:
+        _same_stages(graph, self.profile)
+        changes = [asked(graph, text) for text in what_ifs]
+        pace = self._pace(graph, {})
+        measured, own = self.profile.steps.mean, self._pace(self.profiled, {}).step
+        refusal = ""
+        if abs(own / measured - 1) > _TRUSTED:
+            refusal = (
+                f"the forecast of the profiled run itself is {own:.4g} s a step, measured were {measured:.4g} s: "
+                f"more than {_TRUSTED:.0%} off, so nothing is said about changes"
+            )
+        if self.options.changes:
+            changes += usual(graph)
+        outcomes = () if refusal else tuple(self._outcome(graph, pace, change) for change in changes)
+        rows = self._rows(graph)
+        per_second = rows * graph.window / pace.step if rows else None
+        return Forecast(
+            graph=graph.name,
+            pace=pace,
+            measured=measured,
+            own=own,
+            messages_per_second=graph.window / pace.step,
+            rows_per_second=per_second,
+            eta=self.options.rows / per_second if per_second and self.options.rows else None,
+            outcomes=outcomes,
+            asked=0 if refusal else len(what_ifs),
+            refusal=refusal,
+            verdict=_verdict(graph, pace, outcomes, refusal),
+        )
+
+    def _outcome(self, graph: Graph, pace: Pace, change: Change) -> Outcome:
+        try:
+            changed = self._pace(change.graph, change.times)
+            grown = self._growth(change.graph) / self._growth(graph)
+        except BadInput as error:
+            return Outcome(change, None, 1.0, str(error))
+        work = change.graph.window * grown / graph.window
+        return Outcome(change, changed, work * pace.step / changed.step)
+
+    # --- one graph
+
+    def _pace(self, graph: Graph, faster: Mapping[str, float]) -> Pace:
+        profile, remarks = self._profile_for(graph)
+        for stage, factor in faster.items():
+            profile = sped_up(profile, stage, factor)
+        plan = lay_out(graph)
+        exclusive = self._exclusive(plan)
+        stations = sum(len(worker.stations) for worker in plan.workers)
+        windows = max(60, min(400, _FIRINGS // (graph.window * stations)))
+        skip = windows // 6
+        if self.varies:
+            times = drawn_times(profile, plan, windows=windows + skip, seed=self.options.seed)
+        else:
+            times = constant_times(profile)
+        try:
+            seen = simulate(plan, times, windows=windows + skip, skip=skip, exclusive=exclusive)
+        except Stalled as error:
+            raise BadInput(f"{graph.name} would stall: {error}") from None
+        exact = not self.varies and not exclusive and is_marked(plan)
+        return _paced(plan, seen, remarks, times if exact else None)
+
+    def _profile_for(self, graph: Graph) -> tuple[Profile, tuple[str, ...]]:
+        """The profile with its samples resized to what the graph's parameters make of the messages."""
+        factors, remarks = resizing(self.profiled, graph)
+        stages = dict(self.profile.stages)
+        everywhere = next((own["*"] for own in factors.values() if "*" in own), 1.0)
+        for stage, parts in stages.items():
+            for part, samples in parts.items():
+                own = {measure: everywhere * factors.get(stage, {}).get(measure, 1.0) for measure in samples.measures}
+                try:
+                    changed, remark = resized(samples, own)
+                except ValueError as error:
+                    raise BadInput(f"{stage}: {error}") from None
+                stages[stage] = {**stages[stage], part: changed}
+                remarks += [f"{stage}: {remark}"] if remark else []
+        return replace(self.profile, stages=stages), tuple(remarks)
+
+    def _growth(self, graph: Graph) -> float:
+        factors, _ = resizing(self.profiled, graph)
+        return next((own["*"] for own in factors.values() if "*" in own), 1.0)
+
+    def _rows(self, graph: Graph) -> float | None:
+        """Mean rows in a message, if any stage measures them."""
+        for parts in self.profile.stages.values():
+            for samples in parts.values():
+                if "rows" in samples.measures:
+                    return float(np.mean(samples.measures["rows"])) * self._growth(graph)
+        return None
+
+    def _exclusive(self, plan: Plan) -> dict[tuple[str, int], str]:
+        together = self.options.together or {}
+        known = [station.stage for worker in plan.workers for station in worker.stations]
+        for stage in together:
+            if stage not in known:
+                raise BadInput(f"no stage {stage!r}{nearest(stage, known)}", "command line")
+        named = {
+            (station.stage, worker.replica): together[station.stage]
+            for worker in plan.workers
+            for station in worker.stations
+            if station.stage in together
+        }
+        return shared_devices(plan) | named
+
+
+def _same_stages(graph: Graph, profile: Profile) -> None:
+    for stage in graph.stages:
+        if stage not in profile.stages:
+            raise BadInput(
+                f"the profile has no stage {stage!r}{nearest(stage, profile.stages)}: it is of another dataflow"
+            )
+
+
+def _paced(plan: Plan, seen: Simulated, remarks: tuple[str, ...], times: Times | None) -> Pace:
+    """The pace of a simulated plan; times: if they are constant and the plan is marked, for the exact step."""
+    low, median, high = np.quantile(seen.steps(), (0.05, 0.5, 0.95)).tolist()
+    step, path = seen.step_seconds, seen.path()
+    if times is not None:
+        operations, arcs, windows = events(plan, times)
+        ratio, chain = maximum_ratio(operations, arcs)
+        step, path = ratio / windows, chain * 3  # walked three times, it goes round at least twice
+    cycle = critical_cycle(path, [worker.name for worker in plan.workers])
+    seconds = seconds_by_stage(path)
+    total = sum(seconds.values()) or 1.0
+    shares = {stage: spent / total for stage, spent in seconds.items()}
+    return Pace(step, median, low, high, times is not None, cycle, shares, seen.workers, remarks)
+
+
+def _verdict(graph: Graph, pace: Pace, outcomes: Sequence[Outcome], refusal: str) -> str:
+    """What binds, and the one change that would help most."""
+    stage, share = next(iter(pace.stages.items()))
+    worker = next(w for w in graph.workers.values() if stage in w.stages)
+    replicas = [worker.name] if worker.replicas == 1 else [f"{worker.name}[{r}]" for r in range(worker.replicas)]
+    busy = max(pace.workers[name].busy for name in replicas)
+    line = f"bound by {stage}: busy {busy:.0%}, {share:.0%} of the critical path"
+    if refusal:
+        return line
+    kept = [outcome for outcome in outcomes if outcome.pace is not None and outcome.change.same_result]
+    changes = [outcome for outcome in kept if not outcome.change.times] or kept
+    best = max(changes, key=lambda outcome: outcome.speedup, default=None)
+    if best is not None and best.speedup < _WORTH and kept:
+        best = max(kept, key=lambda outcome: outcome.speedup)
+    if best is None:
+        return line
+    return f"{line}; {best.change.wording} would give {best.speedup:.2f}x"

@@ -1,0 +1,193 @@
+"""Changes to a graph that a forecast tries: the usual ones for every graph, and those that a user asks for."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from dflash_pipe.check import check
+from dflash_pipe.errors import BadInput
+from dflash_pipe.graph import Capacity, ChannelSpec, Credits, Graph, WorkerSpec, dump, load
+from dflash_pipe.located import read as read_files
+from dflash_pipe.located import under
+from dflash_pipe.plan import plan
+
+__all__ = ["Change", "asked", "graph_of", "resizing", "usual"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """name: as the table shows it. wording: as a sentence has it ("a second target replica"). graph: what it makes.
+    times: stage -> factor on all its times. same_result: whether a run would still compute the same."""
+
+    name: str
+    wording: str
+    graph: Graph
+    times: Mapping[str, float] = field(default_factory=dict)
+    same_result: bool = True
+
+
+def graph_of(yaml_text: str, where: str) -> Graph:
+    """A graph from its text (`dflash_pipe.graph.dump`). Raises BadInput, `where` says whose text it is."""
+    try:
+        return _load([yaml_text], [], [])
+    except BadInput as error:
+        raise BadInput(error.message, where) from error
+
+
+# --- what a user asks for ---------------------------------------------------------------------------------------------
+
+
+def asked(graph: Graph, text: str) -> Change:
+    """`key=value` overrides and overlay files, separated by spaces, as one change of `graph`.
+
+    A file that `extends:` another, or defines stages, is a graph by itself and takes the place of `graph`; any other
+    file is laid over it.
+    Raises BadInput.
+    """
+    words = shlex.split(text)
+    if not words:
+        raise BadInput("--what-if is empty (expected key=value or a file)", "command line")
+    files = [word for word in words if "=" not in word or Path(word).exists()]
+    overrides = [word for word in words if word not in files]
+    try:
+        changed = load(files, overrides) if any(map(_whole, files)) else _load([dump(graph)], files, overrides)
+        check(changed)
+        plan(changed)
+    except BadInput as error:
+        known = Path(error.where.rpartition(":")[0]).is_file()  # not the graph's own text, which lay in no file
+        raise BadInput(error.message, error.where if known else f"--what-if {text!r}") from error
+    differs = (graph.seed, graph.window) != (changed.seed, changed.window)
+    return Change(text, text, changed, same_result=not differs and _computes_alike(graph, changed))
+
+
+def _whole(file: str) -> bool:
+    """Whether a file is a graph by itself: it extends one, or says what its stages use."""
+    tree, names = read_files([file])
+    return len(names) > 1 or any(under(tree, "stages", stage).get("use") for stage in under(tree, "stages"))
+
+
+def _load(texts: list[str], files: list[str], overrides: list[str]) -> Graph:
+    with tempfile.TemporaryDirectory() as folder:
+        written = []
+        for number, text in enumerate(texts):
+            path = Path(folder) / f"graph{number}.yaml"
+            path.write_text(text)
+            written.append(str(path))
+        return load([*written, *files], overrides)
+
+
+def _computes_alike(one: Graph, other: Graph) -> bool:
+    """Whether both compute the same, as far as the channels say (parameters are told separately)."""
+    tokens = [{name: c.initial for name, c in graph.channels.items()} for graph in (one, other)]
+    orders = [any(w.order == "completion" for w in graph.workers.values()) for graph in (one, other)]
+    return tokens[0] == tokens[1] and orders[0] == orders[1]
+
+
+def resizing(before: Graph, after: Graph) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """What changed parameters do to the size of messages (stage -> measure -> factor), and changes that tell nothing.
+
+    A stage's `max_X` or `num_X` is taken to scale its measure X; the source's scales whole messages, every measure of
+    every stage ("*").
+    """
+    factors: dict[str, dict[str, float]] = {}
+    unknown: list[str] = []
+    for name, stage in after.stages.items():
+        old = before.stages.get(name)
+        if old is None:
+            continue
+        for key, (_, default) in stage.signature.parameters.items():
+            was, now = old.parameters.get(key, default), stage.parameters.get(key, default)
+            if was == now:
+                continue
+            numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in (was, now))
+            prefix, _, measure = key.partition("_")
+            if numbers and prefix in ("max", "num") and measure:
+                measure = "*" if stage.signature.source else measure
+                factors.setdefault(name, {})[measure] = now / was
+            else:
+                unknown.append(f"{name}.{key} was {was!r} in the profile, is {now!r}")
+    return factors, unknown
+
+
+# --- the usual ones ---------------------------------------------------------------------------------------------------
+
+
+def usual(graph: Graph) -> Iterator[Change]:
+    """Everything worth asking of any graph; what its laws refuse is left out."""
+    for stage in graph.stages:
+        yield Change(f"{stage} 10 % faster", f"10 % off {stage}", graph, times={stage: 0.9})
+    for worker in graph.workers.values():
+        yield from _one_more_replica(graph, worker)
+    placed = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}
+    for channel in graph.channels.values():
+        if any(placed[to.stage] != placed[channel.sender] for to in channel.receivers) and channel.per == "message":
+            room = Capacity(2 * channel.capacity.items, channel.capacity.bytes and 2 * channel.capacity.bytes)
+            changed = _with_channel(graph, replace(channel, capacity=room))
+            yield Change(f"{channel.name}: capacity {room.items}", f"twice the room in {channel.name}", changed)
+        if channel.group > 1:
+            yield Change(
+                f"{channel.name}: no group",
+                f"no group on {channel.name}",
+                _with_channel(graph, replace(channel, group=1)),
+            )
+        if channel.initial:
+            tokens = channel.initial + 1
+            room = replace(channel.capacity, items=max(channel.capacity.items, tokens))
+            late = _with_channel(graph, replace(channel, initial=tokens, capacity=room))
+            yield Change(f"{channel.name}: staleness {tokens - 1}", f"staleness {tokens - 1}", late, same_result=False)
+    for turn in dict.fromkeys(w.turn for w in graph.workers.values() if w.turn):
+        free = {n: replace(w, turn=None if w.turn == turn else w.turn) for n, w in graph.workers.items()}
+        yield Change(f"no turn {turn}", f"{turn} without a turn", replace(graph, workers=free))
+    if graph.credits == Credits():
+        yield Change("credits: windows: 1", "one window in flight", replace(graph, credits=Credits(windows=1)))
+    else:
+        yield Change("no credits", "no limit of credits", replace(graph, credits=Credits()))
+
+
+_TAKES: tuple[Literal["first_free"], Literal["round_robin"]] = ("first_free", "round_robin")
+
+
+def _one_more_replica(graph: Graph, worker: WorkerSpec) -> Iterator[Change]:
+    """The next number of replicas that the graph's laws allow; the first free takes, where the laws allow that."""
+    for replicas in range(worker.replicas + 1, 2 * worker.replicas + 1):
+        for take in _TAKES:
+            devices = {stage: _more(names, replicas) for stage, names in worker.device.items()}
+            more = replace(worker, replicas=replicas, device=devices, take=take)
+            changed = replace(graph, workers={**graph.workers, worker.name: more})
+            if _allowed(changed, worker.name):
+                how = "" if worker.replicas > 1 and take == worker.take else f", {take.replace('_', ' ')}"
+                wording = f"{_ordinal(replicas)} {worker.name} replica"
+                yield Change(f"{worker.name}: {replicas} replicas{how}", wording, changed)
+                return
+
+
+def _more(devices: tuple[str, ...], replicas: int) -> tuple[str, ...]:
+    """Devices for more replicas: further ones of the same kind, which nobody else uses."""
+    further = (f"a further {devices[0].partition(':')[0]} {n}" for n in range(len(devices), replicas))
+    return (*devices, *(devices[0] if devices[0] == "cpu" else name for name in further))
+
+
+def _allowed(graph: Graph, worker: str) -> bool:
+    """Whether the laws allow the graph, and the worker's stages their replicas."""
+    try:
+        check(graph)
+        plan(graph)
+        for stage in graph.workers[worker].stages:
+            graph.stages[stage].build().check(graph.workers[worker].replicas)
+    except (BadInput, ValueError):
+        return False
+    return True
+
+
+def _with_channel(graph: Graph, channel: ChannelSpec) -> Graph:
+    return replace(graph, channels={**graph.channels, channel.name: channel})
+
+
+def _ordinal(number: int) -> str:
+    words = {2: "a second", 3: "a third", 4: "a fourth", 5: "a fifth", 6: "a sixth", 7: "a seventh", 8: "an eighth"}
+    return words.get(number, f"a {number}th")

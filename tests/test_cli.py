@@ -1,0 +1,254 @@
+"""The command line: exit codes, one line for what is wrong, signals, and resuming."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dflash_pipe import cli
+from dflash_pipe.run_folder import RunFolder
+from dflash_pipe.snapshot import newest, read
+from tests.pipeline import HOOKS, TOY, executed, toy, until
+
+ROOT = Path(__file__).parent.parent
+QUICK = ("target.seconds=0", "drafter.seconds=0", "optimizer.seconds=0")
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    HOOKS.clear()
+    before = sys.getswitchinterval()
+    yield
+    HOOKS.clear()
+    sys.setswitchinterval(before)
+
+
+def called(*arguments: object) -> int:
+    """The exit code of `dflash-pipe ARGUMENTS`, run here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dflash-pipe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@contextmanager
+def started(*arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`dflash-pipe ARGUMENTS` as a process of its own."""
+    command = [sys.executable, "-m", "dflash_pipe.cli", *map(str, arguments)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **environment}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def steps(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text().count('"step"') if metrics.exists() else 0
+
+
+# --- one line for what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["rnu"], "command line: No such command 'rnu'."),
+        (["run", "--ressume", "x"], "command line: No such option: --ressume"),
+        (["run", "--resume"], "command line: Option '--resume' requires an argument."),
+        (["run"], "command line: no graph file given (for example graphs/overlapped.yaml)"),
+        (["plan"], "command line: no graph file given (for example graphs/overlapped.yaml)"),
+        (["check", "window=3"], "command line: no graph file given (for example graphs/overlapped.yaml)"),
+        (["run", "--resume", "/nowhere"], "/nowhere: no such run folder"),
+        (["run", TOY / "overlapped.yaml", "target.secnds=1"], "command line: target.secnds: target has no 'secnds'"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[object], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(line) and said.err.count("\n") == 1
+
+
+def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        assert called(*arguments) == 0
+        assert "2 bad input (one line says what)" in capsys.readouterr().out
+    assert called("run", "--help") == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("--resume", "--runs", "--plain", "FILE... [KEY=VALUE]..."))
+
+
+def test_plan_and_check_start_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("check", TOY / "parallel_target.yaml") == 0
+    assert capsys.readouterr().out.endswith("parallel_target.yaml: 4 stages on 6 workers, all sound\n")
+    assert called("plan", TOY / "parallel_target.yaml", "target.turn=gpu") == 0
+    assert "target[2]" in capsys.readouterr().out
+    assert called("plan", "--mermaid", TOY / "parallel_target.yaml") == 0
+    assert capsys.readouterr().out.startswith("flowchart LR")
+
+
+@pytest.mark.parametrize("where", ["bad.open", "bad"])
+def test_wrong_input_found_by_a_stage_is_one_line(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise cli.BadInput("row 3 has no 'text'", "train.jsonl")
+
+    HOOKS[where] = refuse
+    graph = tmp_path / "bad.yaml"
+    graph.write_text(
+        'stages: {data: {use: "tests.pipeline:Count"}, bad: {use: "tests.pipeline:Step", with: {name: bad}}}\n'
+        "channels: {one: {from: data, to: bad}}\nworkers: {a: {stages: [data]}, b: {stages: [bad], replicas: 2}}\n"
+    )
+    assert called("run", "--plain", "--runs", tmp_path / "runs", graph) == 2
+    assert capsys.readouterr().err == "train.jsonl: row 3 has no 'text'\n"
+
+
+@pytest.mark.parametrize(("index", "resume"), [(0, False), (8, True)])
+def test_a_failing_stage_is_a_traceback_and_1(
+    index: int, resume: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def boom(value: int) -> None:
+        if value == index:
+            raise ArithmeticError("boom")
+
+    HOOKS["target"] = boom
+    overrides = (*QUICK, 'stages.target.use="tests.pipeline:HookedTarget"', "snapshot=1", "credits={messages: 1}")
+    assert called("run", "--plain", "--runs", tmp_path, TOY / "overlapped.yaml", *overrides) == 1
+    said, folder = capsys.readouterr(), tmp_path / "overlapped"
+    assert f"in worker target: target process message {index} of window {index // 4}" in said.err
+    assert f"failed; the log is in {folder / 'log.txt'}" in said.out
+    assert (f"resume: dflash-pipe run --resume {folder}" in said.out) is resume
+    assert "boom" in (folder / "log.txt").read_text()
+
+
+def test_a_stall_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = tmp_path / "stalls.yaml"
+    graph.write_text(
+        "window: 4\nstages: {data: {use: 'tests.pipeline:Count'}, sum: {use: 'tests.pipeline:Sum'},"
+        " join: {use: 'tests.pipeline:Weigh'}}\n"
+        "channels: {all: {from: data, to: sum}, each: {from: data, to: join.value, capacity: 1},"
+        " sums: {from: sum, to: join.sum, per: window}}\n"
+        "workers: {data: {stages: [data]}, sum: {stages: [sum]}, join: {stages: [join]}}\n"
+    )
+    assert called("run", "--plain", "--runs", tmp_path, graph, "stall_after=0.1") == 1
+    assert "data waits for room in 'each'" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    with started("plan", TOY / "overlapped.yaml") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        process.wait(20)
+    assert "Traceback" not in said
+
+
+# --- run folders
+
+
+def test_a_run_leaves_what_is_needed_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("run", "--plain", "--runs", tmp_path, TOY / "overlapped.yaml", *QUICK) == 0
+    assert called("run", "--plain", "--runs", tmp_path, TOY / "overlapped.yaml", *QUICK) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"overlapped", "overlapped-2"}
+    assert {p.name for p in (tmp_path / "overlapped").iterdir()} == {
+        ".lock", "graph.yaml", "log.txt", "metrics.jsonl", "snapshots"
+    }  # fmt: skip
+    assert called("run", "--plain", "--resume", tmp_path / "overlapped") == 0
+    assert steps(tmp_path / "overlapped") == 8  # nothing was left to do
+    capsys.readouterr()
+    assert called("run", "--runs", tmp_path, TOY / "overlapped.yaml", "name=overlapped-2") == 2
+    assert "overlapped-2 exists already" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    executed(toy(tmp_path / "busy", "overlapped", "data.count=4"))
+    with RunFolder(tmp_path / "busy") as folder:
+        folder.keep_graph((TOY / "sequential.yaml").read_text().replace("extends: ", f"extends: {TOY}/"))
+        assert called("run", "--plain", "--resume", tmp_path / "busy", *QUICK) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path / 'busy'} is in use by another run: wait for it, or choose another name=\n"
+    )
+
+
+@pytest.mark.parametrize("how", ["nothing", "other dataflow", "damaged"])
+def test_a_resume_that_cannot_be_honoured_is_refused(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = [str(TOY / "overlapped.yaml"), *QUICK]
+    if how != "nothing":
+        assert called("run", "--plain", "--runs", tmp_path, *graph) == 0
+    else:
+        (tmp_path / "overlapped").mkdir()
+    if how == "damaged":
+        (newest(tmp_path / "overlapped") / "state.safetensors").write_bytes(b"")
+    capsys.readouterr()
+    seed = ["seed=1"] if how == "other dataflow" else []
+    assert called("run", "--plain", "--resume", tmp_path / "overlapped", *graph, *seed) == 2
+    line = {"nothing": "it has no snapshot", "other dataflow": "another dataflow", "damaged": "not a whole snapshot"}
+    said = capsys.readouterr().err
+    assert line[how] in said and said.count("\n") == 1
+
+
+# --- signals, with real processes
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_window_writes_the_snapshot_and_says_how_to_go_on(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    endless = (TOY / "parallel_target.yaml", *QUICK, "data.count=100000000", "name=endless")
+    with started("run", "--plain", "--runs", tmp_path, *endless) as process:
+        until(lambda: steps(tmp_path / "endless") >= 2)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (code, "")
+    assert f"stopped by {number.name} at the end of a window" in out
+    assert f"resume: dflash-pipe run --resume {tmp_path / 'endless'}" in out
+    assert read(newest(tmp_path / "endless")).window == steps(tmp_path / "endless")
+
+
+def test_a_second_signal_cancels_and_the_snapshot_is_whole(tmp_path: Path) -> None:
+    """Both come while a snapshot is written, and the run is cancelled before it is done (see SlowTotal)."""
+    graph = tmp_path / "slow.yaml"
+    graph.write_text(
+        "window: 2\nsnapshot: 1\nstages: {data: {use: 'tests.pipeline:Telling', with: {count: null}},"
+        " total: {use: 'tests.pipeline:SlowTotal'}}\n"
+        "channels: {one: {from: data, to: total}}\nworkers: {a: {stages: [data]}, b: {stages: [total]}}\n"
+    )
+    with started("run", "--plain", "--runs", tmp_path, graph, SLOW_STATE=str(tmp_path / "go")) as process:
+        until(lambda: (tmp_path / "go.reached").exists())
+        process.send_signal(signal.SIGINT)  # two of one kind could arrive as one
+        process.send_signal(signal.SIGTERM)
+        until((tmp_path / "go.cancelled").exists)
+        (tmp_path / "go").touch()
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "")
+    assert "cancelled; what was in flight is lost" in out and "resume: dflash-pipe run --resume" in out
+    snapshots = list((tmp_path / "slow" / "snapshots").iterdir())
+    assert [p.name for p in snapshots] == ["window-00000001"] and read(snapshots[0]).index == 2
+
+
+def test_killed_and_resumed_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL right after a step, by the process itself (see Mortal), and on in another topology."""
+    mortal = 'stages.optimizer.use="tests.pipeline:Mortal"'
+    run = toy(tmp_path / "unbroken", "sequential", mortal)
+    executed(run)
+    for step in (2, 5):
+        name = f"killed-{step}"
+        graph = (TOY / "data_parallel.yaml", *QUICK, mortal, "snapshot=1", f"name={name}")
+        with started("run", "--plain", "--runs", tmp_path, *graph, DIE_AT=str(step)) as process:
+            assert process.wait(20) == -signal.SIGKILL
+        assert called("run", "--plain", "--resume", tmp_path / name, TOY / "parallel_target.yaml", *QUICK, mortal) == 0
+        assert run.metrics["digest"] in (tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]

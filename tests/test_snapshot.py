@@ -1,0 +1,175 @@
+"""Snapshots are whole or absent, keep what they were given, and are refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_pipe.errors import BadInput
+from dflash_pipe.message import Message, Stamp
+from dflash_pipe.run_folder import RunFolder, fresh
+from dflash_pipe.runtime import Run
+from dflash_pipe.snapshot import Snapshot, Snapshots, has_snapshot, newest, read, write
+from dflash_pipe.stage import Stage
+from tests.pipeline import executed, toy
+
+STATE = {
+    "flat": np.arange(6, dtype=np.float32)[::2],  # not contiguous
+    "scalar": np.array(3.5),
+    "empty": np.zeros((0, 4), dtype=np.int64),
+    "step": 7,
+    "names": ["a", "b"],
+}
+
+
+class Stateful(Stage):
+    saved: int = 0
+
+    def process(self, value: int) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        self.saved += 1
+        return {"saved": self.saved}
+
+
+def ends(window: int) -> Message:
+    """The last message of a window of 4."""
+    return Message(Stamp(4 * window + 3, window, 3, True), {"row": window}, "payload")
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    written = Snapshot(8, 2, {"epoch": 1, "dropped": {"too long": 3}}, STATE, "mark")
+    got = read(write(tmp_path, written))
+    assert (got.index, got.window, got.cursor, got.fingerprint) == (8, 2, written.cursor, "mark")
+    assert got.state.keys() == STATE.keys()
+    for key, value in STATE.items():
+        if isinstance(value, np.ndarray):
+            assert (got.state[key].dtype, got.state[key].shape) == (value.dtype, value.shape)
+            np.testing.assert_array_equal(got.state[key], value)
+        else:
+            assert got.state[key] == value
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write_text", "rename", "rmtree"])
+def test_a_kill_at_any_moment_leaves_a_whole_one(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of writing dies in turn, in the same window again and in the next; the older one stays readable."""
+    write(tmp_path / "snapshots", Snapshot(4, 1, 4, {"step": 1}, "mark"))
+    place = shutil if call == "rmtree" else Path
+
+    def die(*arguments: Any, **keywords: Any) -> None:
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, call, die)
+        with pytest.raises(InterruptedError):
+            write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 2}, "mark"))
+    assert read(newest(tmp_path)).window == 1
+    write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 2}, "mark"))
+    write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 3}, "mark"))
+    assert read(newest(tmp_path)).state == {"step": 3}
+    assert sorted(p.name for p in (tmp_path / "snapshots").iterdir()) == ["window-00000001", "window-00000002"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "format", "text", "key"])
+def test_what_is_not_whole_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, Snapshot(4, 1, 4, STATE, "mark"))
+    about, arrays = folder / "snapshot.json", folder / "state.safetensors"
+    if damage == "cut":
+        os.truncate(arrays, 20)
+    elif damage == "missing":
+        arrays.unlink()
+    elif damage == "text":
+        about.write_text("{")
+    else:
+        changed = json.loads(about.read_text())
+        changed.pop("cursor") if damage == "key" else changed.update(format=99)
+        about.write_text(json.dumps(changed))
+    with pytest.raises(BadInput) as refused:
+        read(folder)
+    assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
+    assert ("format 99, expected 1" if damage == "format" else "not a whole snapshot") in str(refused.value)
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such run folder"):
+        newest(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match="it has no snapshot"):
+        newest(tmp_path)
+    assert not has_snapshot(tmp_path)
+
+
+def test_they_are_written_every_so_often_and_at_the_end(tmp_path: Path) -> None:
+    snapshots, stage = Snapshots(tmp_path / "snapshots", "mark", every=3), Stateful()
+    for window in range(7):
+        snapshots.window_done(stage, ends(window))
+    assert (stage.saved, newest(tmp_path).name) == (2, "window-00000006")
+    snapshots.finish(stage)
+    snapshots.finish(stage)  # nothing has happened since
+    got = read(newest(tmp_path))
+    assert (stage.saved, got.window, got.index, got.cursor) == (3, 7, 28, {"row": 6})
+    assert snapshots.written == newest(tmp_path)
+    assert len(list((tmp_path / "snapshots").iterdir())) == 2  # the newest two are kept
+
+
+def test_they_keep_no_payload(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, "mark", every=None)
+    snapshots.window_done(Stateful(), ends(0))
+    assert "'payload'" not in repr(vars(snapshots))
+
+
+def test_another_dataflow_is_refused_and_another_topology_is_not(tmp_path: Path) -> None:
+    executed(toy(tmp_path, "overlapped"))
+    restored = read(newest(tmp_path))
+    for change in ("seed=21", "window=8", "drafter.partials=4", "partial_window=drop"):
+        with pytest.raises(BadInput, match="another dataflow"):
+            toy(tmp_path, "overlapped", change, restored=restored)
+    for topology in ("sequential", "data_parallel"):
+        assert isinstance(toy(tmp_path, topology, restored=restored), Run)
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_to_do(tmp_path: Path) -> None:
+    executed(toy(tmp_path, "overlapped", "data.count=30"))
+    before = read(newest(tmp_path))
+    run = toy(tmp_path, "parallel_target", "data.count=30", restored=before)
+    result = executed(run)
+    assert run.metrics == {} and result.snapshot is None and read(newest(tmp_path)) == before
+
+
+# --- the run's folder
+
+
+def test_a_name_that_was_chosen_is_not_changed(tmp_path: Path) -> None:
+    assert fresh(tmp_path, "demo", chosen=True) == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo-2").mkdir()
+    assert fresh(tmp_path, "demo", chosen=False) == tmp_path / "demo-3"
+    with pytest.raises(BadInput, match=f"{tmp_path}/demo exists already: choose another name="):
+        fresh(tmp_path, "demo", chosen=True)
+
+
+def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run"), pytest.raises(BadInput, match="in use by another run"):
+        RunFolder(tmp_path / "run")
+    with RunFolder(tmp_path / "run") as again:
+        again.report({"loss": 1.5})
+        again.report({"device": Path("cpu")})
+        again.log("one")
+        again.keep_graph("a: 1\n")
+        again.keep_graph("a: 2\n")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("loss") for line in lines] == [1.5, None] and lines[1]["device"] == "cpu"
+    assert (tmp_path / "run" / "graph.yaml").read_text() == "a: 2\n"
+    assert (tmp_path / "run" / "log.txt").read_text().endswith(" one\n")
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be used as a run folder"):
+        RunFolder(tmp_path / "file")

