@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,9 +98,18 @@ def _files(arguments: list[str]) -> list[str]:
 
 
 def execute(
-    graph: Graph, folder: Path, restored: Snapshot | None, *, console: Console, signals: bool = False
+    graph: Graph,
+    folder: Path,
+    restored: Snapshot | None,
+    *,
+    console: Console,
+    signals: bool = False,
+    seconds: float | None = None,
 ) -> Result:
-    """Run a checked graph in its folder with a view on `console`; log how it ends. Raises what the run raises."""
+    """Run a checked graph in its folder with a view on `console`; log how it ends. Raises what the run raises.
+
+    seconds: the source ends at the first window after so long, as on a signal.
+    """
     with RunFolder(folder) as opened_folder:
         running = Run(lay_out(graph), folder, restored)
         running.on_report = opened_folder.report
@@ -107,7 +117,7 @@ def execute(
         at = f"window {restored.window}" if restored else "the beginning"
         opened_folder.log(f"run {graph.name} ({', '.join(graph.files)}) from {at}")
         try:
-            with Display(running.view, console):
+            with Display(running.view, console), _stopping_after(seconds, running):
                 result = running.execute(signals=signals)
         except BaseException:
             opened_folder.log(f"failed\n{traceback.format_exc()}")
@@ -118,6 +128,19 @@ def execute(
             opened_folder.log(line)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return result
+
+
+@contextmanager
+def _stopping_after(seconds: float | None, running: Run) -> Iterator[None]:
+    timer = threading.Timer(seconds, running.stop) if seconds is not None else None
+    if timer is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
+            timer.join()
 
 
 def _closing_lines(result: Result, folder: Path) -> Iterator[str]:

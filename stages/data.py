@@ -238,6 +238,7 @@ class TokenBatches(Source[TokenBatch]):
                 "rows_truncated": rows["truncated"],
                 "rows_dropped": sum(rows["dropped"].values()),
                 **reasons,
+                "tokens": tokens["real"],
                 "padding_share": 1 - tokens["real"] / tokens["padded"],
             }
         )

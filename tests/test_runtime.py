@@ -484,7 +484,7 @@ def test_turns_are_granted_in_input_order(tmp_path: Path, take: str) -> None:
 
 
 def test_a_turn_keeps_no_order_where_there_is_none(tmp_path: Path) -> None:
-    """b's replicas hold 1 and 2 while a still works on 0: they must not wait for the turn of 0, which nobody can take."""
+    """b's replicas hold 1 and 2 while a still works on 0: they must not wait for the turn of 0."""
     gate, done = Gate(), []
 
     def work(value: int, replica: int) -> None:
