@@ -26,8 +26,8 @@ from dflash_pipe.stats import BLOCKED, BUSY, STARVED, Activity, ChannelLoad, act
 __all__ = ["Channel", "Receiver", "Sender"]
 
 _EMPTY, _ROOM, _FULL = 0, 1, 2
-_RECEIVING = object()
-_Parcel = tuple[Message, int, int]  # a message, its bytes, and the room it takes (none if it was dealt elsewhere)
+_ELSEWHERE = -1  # instead of its bytes: the message was dealt elsewhere and takes no room
+_Parcel = tuple[Message, int]  # a message and its bytes
 
 
 class _Store(janus.Queue[_Parcel | None]):
@@ -40,7 +40,7 @@ class _Store(janus.Queue[_Parcel | None]):
     def __init__(self, name: str, items: int, nbytes: int | None) -> None:
         self.max_items, self.max_bytes = items, nbytes
         self._plain_room = items if nbytes is None else 0  # while it holds fewer, any message fits
-        self.items = self.nbytes = 0
+        self.nbytes = self._roomless = 0
         self.sent = self.received = self.dropped = 0
         self.cut = False
         self.rest: list[_Parcel] = []
@@ -50,38 +50,48 @@ class _Store(janus.Queue[_Parcel | None]):
     def _init(self, maxsize: int) -> None:
         self._parcels: deque[_Parcel] = deque()
 
+    @property
+    def items(self) -> int:
+        """Messages that take room."""
+        return len(self._parcels) - self._roomless
+
     def _qsize(self) -> int:
+        """For a caller that offers a parcel, whether it has room; for one that offers none, whether there is any."""
         if not self._parcels:
-            if not self.cut and (activity := activity_here()).offer is _RECEIVING:
+            if not self.cut and (activity := activity_here()).offer is None:
                 activity.wait(STARVED, self._input)
             return _EMPTY
-        if self.items < self._plain_room:
+        if len(self._parcels) < self._plain_room:
             return _ROOM
         activity = activity_here()
-        if activity.offer is None or activity.offer is _RECEIVING or self._fits(activity.offer):
+        if activity.offer is None or self._fits(activity.offer[1]):
             return _ROOM
         activity.wait(BLOCKED, self._room)
         return _FULL
 
-    def _fits(self, parcel: _Parcel) -> bool:
-        _, nbytes, items = parcel
-        if items == 0 or self.items == 0:
+    def _fits(self, nbytes: int) -> bool:
+        items = self.items
+        if nbytes == _ELSEWHERE or items == 0:
             return True
-        return self.items < self.max_items and (self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
+        return items < self.max_items and (self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
 
     def _put(self, item: Any) -> None:
-        _, nbytes, items = item
-        self.nbytes += nbytes
-        self.items += items
+        nbytes = item[1]
+        if nbytes > 0:
+            self.nbytes += nbytes
+        elif nbytes:
+            self._roomless += 1
         self.sent += 1
         self._parcels.append(item)
 
     def _get(self) -> _Parcel | None:
         """The next parcel, or None if the channel was cut: then it is only laid aside."""
         parcel = self._parcels.popleft()
-        _, nbytes, items = parcel
-        self.nbytes -= nbytes
-        self.items -= items
+        nbytes = parcel[1]
+        if nbytes > 0:
+            self.nbytes -= nbytes
+        elif nbytes:
+            self._roomless -= 1
         if self.cut:
             self.dropped += 1
             self.rest.append(parcel)
@@ -220,8 +230,8 @@ class Sender:
 def _parcel(message: Message) -> _Parcel:
     payload = message.payload
     if payload is ELSEWHERE:
-        return message, 0, 0
-    return message, payload_bytes(payload) if type(payload) is tuple else getattr(payload, "nbytes", 0), 1
+        return message, _ELSEWHERE
+    return message, payload_bytes(payload) if type(payload) is tuple else getattr(payload, "nbytes", 0)
 
 
 class Receiver:
@@ -240,7 +250,6 @@ class Receiver:
         the run is torn down.
         """
         activity = self._activity or self._owned()
-        activity.offer = _RECEIVING
         try:
             parcel = self._get()
         except janus.SyncQueueShutDown:
@@ -255,7 +264,6 @@ class Receiver:
     async def areceive(self) -> Message:
         """`receive` for a coroutine."""
         activity = self._activity or self._owned()
-        activity.offer = _RECEIVING
         try:
             parcel = await self.channel._store.async_q.get()
         except janus.AsyncQueueShutDown:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import inspect
 import json
 import re
@@ -36,8 +35,9 @@ __all__ = [
     "PortRef",
     "StageSpec",
     "WorkerSpec",
+    "dataflow",
+    "difference",
     "dump",
-    "fingerprint",
     "load",
 ]
 
@@ -183,24 +183,32 @@ def dump(graph: Graph) -> str:
     return dumps(graph.resolved)
 
 
-def fingerprint(graph: Graph) -> str:
-    """sha256 over what is computed: seed, window, stages with their parameters, and how channels connect them.
+def dataflow(graph: Graph) -> dict[str, Any]:
+    """What is computed, as `path: JSON value`: equal for every topology of one dataflow, whatever the run is called.
 
-    Equal for every topology of one dataflow. Parameters left at their default count like written ones.
+    Parameters left at their default count like written ones. threads counts, because sums on a CPU are split by thread.
     """
-    stages = {
-        name: [spec.use, {k: default for k, (_, default) in spec.signature.parameters.items()} | spec.parameters]
-        for name, spec in graph.stages.items()
-    }
-    channels = sorted(
-        [c.sender, sorted(map(str, c.receivers)), c.per, c.broadcast, c.initial] for c in graph.channels.values()
-    )
-    computed = {"seed": graph.seed, "window": [graph.window, graph.partial_window]}
-    computed |= {"stages": stages, "channels": channels}
-    text = json.dumps(
-        pydantic_core.to_jsonable_python(computed, fallback=lambda value: type(value).__qualname__), sort_keys=True
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    found: dict[str, Any] = {key: getattr(graph, key) for key in ("seed", "window", "partial_window", "threads")}
+    for name, spec in graph.stages.items():
+        found[f"stages.{name}.use"] = spec.use
+        for key, (_, default) in spec.signature.parameters.items():
+            found[f"stages.{name}.with.{key}"] = spec.parameters.get(key, default)
+    for c in graph.channels.values():
+        ends = f"channels.{c.name}"
+        found |= {f"{ends}.from": c.sender, f"{ends}.to": sorted(map(str, c.receivers))}
+        found |= {f"{ends}.per": c.per, f"{ends}.broadcast": c.broadcast, f"{ends}.initial": c.initial}
+    plain_values = pydantic_core.to_jsonable_python(found, fallback=lambda value: type(value).__qualname__)
+    return dict(json.loads(json.dumps(plain_values)))
+
+
+def difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+    """The first key in which two dataflows differ, in words; None if they are equal."""
+    for key in {**here, **there}:
+        if key not in here or key not in there:
+            return f"{key} is only {'there' if key in there else 'here'}"
+        if there[key] != here[key]:
+            return f"{key} is {json.dumps(there[key])} there, {json.dumps(here[key])} here"
+    return None
 
 
 # --- from keys to specs -----------------------------------------------------------------------------------------------

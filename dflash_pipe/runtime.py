@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from dflash_pipe.errors import BadInput, Cancelled, Stalled
-from dflash_pipe.graph import fingerprint
+from dflash_pipe.graph import dataflow, difference
 from dflash_pipe.message import Stamp
 from dflash_pipe.plan import Plan
 from dflash_pipe.snapshot import Snapshot
@@ -65,9 +65,9 @@ class Run:
     """
 
     def __init__(self, plan: Plan, folder: Path, restored: Snapshot | None = None) -> None:
-        mark = fingerprint(plan.graph)
-        if restored is not None and restored.fingerprint != mark:
-            raise BadInput("the snapshot is of another dataflow (stages, parameters, window or seed differ)")
+        computed = dataflow(plan.graph)
+        if restored is not None and (other := difference(restored.dataflow, computed)) is not None:
+            raise BadInput(f"cannot go on: the snapshot is of another dataflow ({other})")
         self.plan = plan
         self.metrics: dict[str, Any] = {}
         self.on_report: Callable[[dict[str, Any]], None] = lambda metrics: None
@@ -78,7 +78,7 @@ class Run:
         origin = Origin(folder, restored, self._report, self._stopping.is_set)
         self._start = origin.start
         self._restored = restored.state if restored else None
-        self._wiring = wire(plan, origin, mark)
+        self._wiring = wire(plan, origin, computed)
         self._events: queue.SimpleQueue[str | signal.Signals] = queue.SimpleQueue()
         self._open_turns = [threading.Event() for _ in self._wiring.workers]
         self._all_open = threading.Event()

@@ -1,7 +1,7 @@
 """Snapshots: the source's cursor together with the one stage state, written whole or not at all.
 
     runs/NAME/snapshots/window-00000040/
-        snapshot.json       next index and window, cursor, plain values of the state, fingerprint of the dataflow
+        snapshot.json       next index and window, cursor, plain values of the state, the dataflow it belongs to
         state.safetensors   its arrays
 
 What was in flight behind the cursor is computed again after a resume, so no other stage needs a state.
@@ -37,7 +37,7 @@ class Snapshot:
     window: int
     cursor: Any
     state: dict[str, Any]
-    fingerprint: str
+    dataflow: dict[str, Any]
 
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
@@ -54,7 +54,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         "window": snapshot.window,
         "cursor": snapshot.cursor,
         "state": {k: v for k, v in snapshot.state.items() if k not in arrays},
-        "fingerprint": snapshot.fingerprint,
+        "dataflow": snapshot.dataflow,
     }
     (partial / "snapshot.json").write_text(json.dumps(about, indent=1))
     for file in (*partial.iterdir(), partial):
@@ -105,7 +105,7 @@ def read(folder: Path) -> Snapshot:
             raise BadInput(f"{folder}: snapshot format {about['format']}, expected {_FORMAT}")
         arrays = load_file(folder / "state.safetensors")
         state = {**about["state"], **arrays}
-        return Snapshot(about["index"], about["window"], about["cursor"], state, about["fingerprint"])
+        return Snapshot(about["index"], about["window"], about["cursor"], state, about["dataflow"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(f"{folder}: not a whole snapshot ({why})") from error
@@ -117,9 +117,9 @@ class Snapshots:
     Keeps the newest `keep` snapshots of this run.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, every: int | None, keep: int = 2) -> None:
+    def __init__(self, folder: Path, dataflow: dict[str, Any], every: int | None, keep: int = 2) -> None:
         self.written: Path | None = None
-        self._folder, self._fingerprint, self._every, self._keep = folder, fingerprint, every, keep
+        self._folder, self._dataflow, self._every, self._keep = folder, dataflow, every, keep
         self._unsaved: tuple[Stamp, Any] | None = None  # of the last message of the newest finished window; its cursor
 
     def window_done(self, stage: Stage, message: Message) -> None:
@@ -133,7 +133,7 @@ class Snapshots:
         if self._unsaved is None:
             return
         (stamp, cursor), self._unsaved = self._unsaved, None
-        snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._fingerprint)
+        snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._dataflow)
         self.written = write(self._folder, snapshot)
         for old in _whole(self._folder)[: -self._keep]:
             shutil.rmtree(old)

@@ -40,7 +40,7 @@ class Activity:
         self.items = 0
         self.done = False
         self.place = "opening"
-        self.offer: Any = None  # what the channel operation under way brings (its parcel), or that it receives
+        self.offer: Any = None  # the parcel that it is sending
         self._spent = {BUSY: 0.0, STARVED: 0.0, BLOCKED: 0.0}
 
     def wait(self, state: str, waits_for: str) -> None:

@@ -56,15 +56,15 @@ class Wiring:
             gate.cancel()
 
 
-def wire(plan: Plan, origin: Origin, fingerprint: str) -> Wiring:
+def wire(plan: Plan, origin: Origin, dataflow: dict[str, Any]) -> Wiring:
     """Build the stages and join them. Nothing is opened yet."""
-    return _Wirer(plan, origin, fingerprint).wire()
+    return _Wirer(plan, origin, dataflow).wire()
 
 
 class _Wirer:
-    def __init__(self, plan: Plan, origin: Origin, fingerprint: str) -> None:
+    def __init__(self, plan: Plan, origin: Origin, dataflow: dict[str, Any]) -> None:
         self.plan, self.graph, self.origin = plan, plan.graph, origin
-        self.fingerprint = fingerprint
+        self.dataflow = dataflow
         self.wiring = Wiring()
         self.turns: dict[str, TurnGate] = {}
         self.stations: dict[tuple[str, int], Station] = {}
@@ -124,7 +124,7 @@ class _Wirer:
     def _snapshots(self, spec: StageSpec) -> Snapshots | None:
         if not spec.signature.stateful or spec.signature.source:
             return None
-        self.wiring.snapshots = Snapshots(self.origin.folder / "snapshots", self.fingerprint, self.graph.snapshot)
+        self.wiring.snapshots = Snapshots(self.origin.folder / "snapshots", self.dataflow, self.graph.snapshot)
         return self.wiring.snapshots
 
     def _credits(self) -> dict[str, CreditGate]:

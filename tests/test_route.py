@@ -82,6 +82,14 @@ def test_a_merge_hands_on_whole_groups_only_and_takes_later_ones_meanwhile() -> 
     assert [m.payload for m in drained(merge)] == [1, 2, 3, 4, 5]
 
 
+def test_a_merge_hands_on_the_rest_of_a_group_without_the_next() -> None:
+    channel = Channel("c", 4)
+    sender, merge = channel.sender(), Merge(channel.receiver(), 0, group=2)
+    sender.send(message(0))
+    sender.send(message(1))
+    assert Beside(lambda: [now(merge.receive(Blocking())).payload for _ in range(2)]).ended().result == [0, 1]
+
+
 def test_a_merge_keeps_the_empty_places() -> None:
     messages = [stamped(1), stamped(0).carrying(None), stamped(2, payload=ELSEWHERE)]
     assert [m.empty for m in drained(Merge(filled(messages).receiver(), 0))] == [True, False, True]

@@ -45,9 +45,9 @@ def ends(window: int) -> Message:
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
-    written = Snapshot(8, 2, {"epoch": 1, "dropped": {"too long": 3}}, STATE, "mark")
+    written = Snapshot(8, 2, {"epoch": 1, "dropped": {"too long": 3}}, STATE, {"seed": 1})
     got = read(write(tmp_path, written))
-    assert (got.index, got.window, got.cursor, got.fingerprint) == (8, 2, written.cursor, "mark")
+    assert (got.index, got.window, got.cursor, got.dataflow) == (8, 2, written.cursor, {"seed": 1})
     assert got.state.keys() == STATE.keys()
     for key, value in STATE.items():
         if isinstance(value, np.ndarray):
@@ -60,7 +60,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["mkdir", "write_text", "rename", "rmtree"])
 def test_a_kill_at_any_moment_leaves_a_whole_one(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of writing dies in turn, in the same window again and in the next; the older one stays readable."""
-    write(tmp_path / "snapshots", Snapshot(4, 1, 4, {"step": 1}, "mark"))
+    write(tmp_path / "snapshots", Snapshot(4, 1, 4, {"step": 1}, {"seed": 1}))
     place = shutil if call == "rmtree" else Path
 
     def die(*arguments: Any, **keywords: Any) -> None:
@@ -69,17 +69,17 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(call: str, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(place, call, die)
         with pytest.raises(InterruptedError):
-            write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 2}, "mark"))
+            write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 2}, {"seed": 1}))
     assert read(newest(tmp_path)).window == 1
-    write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 2}, "mark"))
-    write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 3}, "mark"))
+    write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 2}, {"seed": 1}))
+    write(tmp_path / "snapshots", Snapshot(8, 2, 8, {"step": 3}, {"seed": 1}))
     assert read(newest(tmp_path)).state == {"step": 3}
     assert sorted(p.name for p in (tmp_path / "snapshots").iterdir()) == ["window-00000001", "window-00000002"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "format", "text", "key"])
 def test_what_is_not_whole_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, Snapshot(4, 1, 4, STATE, "mark"))
+    folder = write(tmp_path, Snapshot(4, 1, 4, STATE, {"seed": 1}))
     about, arrays = folder / "snapshot.json", folder / "state.safetensors"
     if damage == "cut":
         os.truncate(arrays, 20)
@@ -106,7 +106,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 
 
 def test_they_are_written_every_so_often_and_at_the_end(tmp_path: Path) -> None:
-    snapshots, stage = Snapshots(tmp_path / "snapshots", "mark", every=3), Stateful()
+    snapshots, stage = Snapshots(tmp_path / "snapshots", {"seed": 1}, every=3), Stateful()
     for window in range(7):
         snapshots.window_done(stage, ends(window))
     assert (stage.saved, newest(tmp_path).name) == (2, "window-00000006")
@@ -119,7 +119,7 @@ def test_they_are_written_every_so_often_and_at_the_end(tmp_path: Path) -> None:
 
 
 def test_they_keep_no_payload(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, "mark", every=None)
+    snapshots = Snapshots(tmp_path, {"seed": 1}, every=None)
     snapshots.window_done(Stateful(), ends(0))
     assert "'payload'" not in repr(vars(snapshots))
 

@@ -1,0 +1,281 @@
+"""What happened when: the timeline of a run, as a trace for ui.perfetto.dev, and the critical path through it.
+
+The trace is Chrome's trace-event format (JSON object form): a track for each worker with its work and its waits, a flow
+of arrows for each message from the source to whoever ends its window, and counters of every channel's messages and
+bytes. Format: "Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Depth", "OnPath", "Span", "Timeline", "Wait", "critical", "write_chrome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage's work on one message (once a window: on its last one); seconds since the run began.
+
+    what: read, process or end_window. On a GPU begin and end are those of the work there.
+    """
+
+    worker: str
+    stage: str
+    what: str
+    index: int
+    window: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A worker waited. state: starved (for input, a turn, a credit) or blocked (for room). what: for what, in words."""
+
+    worker: str
+    state: str
+    what: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """What a channel held from this moment on."""
+
+    channel: str
+    at: float
+    items: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The newest spans, waits and depths of a run, each in order of time.
+
+    workers: in the order of the graph. warm_up: the first window that counts; earlier ones are shown, not counted.
+    left_out: kind -> how many older ones there were.
+    """
+
+    workers: tuple[str, ...]
+    spans: tuple[Span, ...]
+    waits: tuple[Wait, ...]
+    depths: tuple[Depth, ...]
+    warm_up: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+
+
+def write_chrome(timeline: Timeline, path: Path) -> None:
+    """Write the trace to `path`; it appears whole or not at all. Raises OSError."""
+    origin = min(_begins(timeline), default=0.0)
+    events = [*_tracks_and_slices(timeline, origin), *_counters(timeline, origin)]
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"left out": dict(timeline.left_out)}}
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(trace, separators=(",", ":")))
+    new.replace(path)
+
+
+def _begins(timeline: Timeline) -> Iterator[float]:
+    yield from (span.begin for span in timeline.spans)
+    yield from (wait.begin for wait in timeline.waits)
+    yield from (depth.at for depth in timeline.depths)
+
+
+def _tracks_and_slices(timeline: Timeline, origin: float) -> list[dict[str, Any]]:
+    """Slices of one track must not overlap: what a worker does at the same time (on two devices) gets another track."""
+    slices: dict[str, list[tuple[float, float, Span | Wait]]] = defaultdict(list)
+    for each in (*timeline.spans, *timeline.waits):
+        slices[each.worker].append((each.begin, each.end, each))
+    events: list[dict[str, Any]] = [_named("process_name", 0, "run")]
+    places: dict[Span, tuple[int, float]] = {}
+    track = 0
+    for worker in timeline.workers:
+        ends: list[int] = []
+        first = track + 1
+        for begin, end, each in sorted(slices[worker], key=lambda entry: entry[:2]):
+            ts = _ns(begin, origin)
+            lane = next((number for number, until in enumerate(ends) if until <= ts), len(ends))
+            ends[lane : lane + 1] = [max(_ns(end, origin), ts + 1)]
+            event = _slice(each, timeline.warm_up)
+            event |= {"ph": "X", "pid": 1, "tid": first + lane, "ts": ts / 1e3, "dur": (ends[lane] - ts) / 1e3}
+            events.append(event)
+            if isinstance(each, Span):
+                places[each] = (first + lane, (ts + (ends[lane] - ts) // 2) / 1e3)
+        for lane in range(max(1, len(ends))):
+            track += 1
+            events.append(_named("thread_name", track, worker if lane == 0 else f"{worker} (at the same time)"))
+            events.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}})
+    return events + list(_flows(timeline.spans, places))
+
+
+def _ns(at: float, origin: float) -> int:
+    return round((at - origin) * 1e9)
+
+
+def _named(what: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": track, "name": what, "args": {"name": name}}
+
+
+def _slice(each: Span | Wait, warm_up: int) -> dict[str, Any]:
+    if isinstance(each, Wait):
+        return {"name": each.state, "cat": "wait", "args": {"for": each.what}}
+    kind = "warm-up" if each.window < warm_up else "work"
+    name = each.stage if each.what == "process" else f"{each.stage} {each.what}"
+    return {"name": name, "cat": kind, "args": {"message": each.index, "window": each.window}}
+
+
+def _flows(spans: Sequence[Span], places: Mapping[Span, tuple[int, float]]) -> Iterator[dict[str, Any]]:
+    """One flow for each message: starts in the first slice that worked on it, steps on, finishes where its window ends.
+
+    A flow event belongs to the slice that encloses it, so it lies in the slice's middle.
+    """
+    for index, chain in _journeys(spans).items():
+        seen = [places[span] for span in chain]
+        for number, (track, ts) in enumerate(seen):
+            if number and ts < seen[number - 1][1]:
+                break  # clocks of two devices disagree: an arrow cannot point backwards
+        else:
+            for number, (track, ts) in enumerate(seen):
+                phase = "s" if number == 0 else "f" if number == len(seen) - 1 else "t"
+                event = {"ph": phase, "pid": 1, "tid": track, "ts": ts, "name": "message", "cat": "flow", "id": index}
+                yield event | ({"bp": "e"} if phase == "f" else {})
+
+
+def _journeys(spans: Sequence[Span]) -> dict[int, list[Span]]:
+    """Message -> the spans that worked on it, and those that worked on its whole window, in order; at least two."""
+    work = [span for span in spans if span.what != "end_window"]
+    once = _once_a_window(work)
+    journeys: dict[int, list[Span]] = defaultdict(list)
+    ends: dict[int, list[Span]] = defaultdict(list)
+    for span in work:
+        if span.stage in once:
+            ends[span.window].append(span)
+        else:
+            journeys[span.index].append(span)
+    for chain in journeys.values():
+        chain += ends[chain[0].window]
+        chain.sort(key=lambda span: (span.begin, span.end))
+    return {index: chain for index, chain in sorted(journeys.items()) if len(chain) > 1}
+
+
+def _once_a_window(spans: Iterable[Span]) -> set[str]:
+    """Stages that fire once a window: in no window on more than one message, where others work on more."""
+    messages: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for span in spans:
+        messages[span.stage, span.window].add(span.index)
+    most: dict[str, int] = defaultdict(int)
+    for (stage, _), indices in messages.items():
+        most[stage] = max(most[stage], len(indices))
+    return {stage for stage, count in most.items() if count == 1 < max(most.values())}
+
+
+def _counters(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
+    for depth in timeline.depths:
+        at = {"ph": "C", "pid": 1, "tid": 0, "ts": _ns(depth.at, origin) / 1e3}
+        yield at | {"name": f"{depth.channel}: messages", "args": {"messages": depth.items}}
+        yield at | {"name": f"{depth.channel}: bytes", "args": {"bytes": depth.nbytes}}
+
+
+# --- the critical path ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnPath:
+    """A worker on the critical path. seconds: of its work there. times: how often the path came to it. share: of the
+    path's whole time (what the shares lack of 1 is handing over)."""
+
+    worker: str
+    seconds: float
+    times: int
+    share: float
+
+
+# Whoever lets a waiting worker on has ended its own work just before; clocks are read a little apart.
+_SLACK = 2e-5
+
+
+def critical(timeline: Timeline) -> tuple[OnPath, ...]:
+    """Who was on the path that decided when the last recorded work ended, most seconds first; without the warm-up.
+
+    Walked backwards: work that began right after its worker's previous work was decided by that; work that began after
+    a wait, by the work whose end ended the wait: for input that of the same message (or of the window before), if it
+    ended during the wait, otherwise the last that ended before it.
+    """
+    spans = sorted((s for s in timeline.spans if s.window >= timeline.warm_up), key=lambda span: span.end)
+    if not spans:
+        return ()
+    path = _Path(spans, timeline.waits).walked()
+    seconds: dict[str, float] = defaultdict(float)
+    times: dict[str, int] = defaultdict(int)
+    after = ""
+    for span in path:
+        seconds[span.worker] += span.end - span.begin
+        times[span.worker] += span.worker != after
+        after = span.worker
+    whole = (path[0].end - path[-1].begin) or 1.0
+    most = sorted(seconds, key=lambda worker: -seconds[worker])
+    return tuple(OnPath(worker, seconds[worker], times[worker], seconds[worker] / whole) for worker in most)
+
+
+class _Path:
+    """spans: by their end."""
+
+    def __init__(self, spans: Sequence[Span], waits: Sequence[Wait]) -> None:
+        self._spans = spans
+        self._place = {span: number for number, span in enumerate(spans)}
+        self._previous: dict[Span, Span | None] = {}
+        last: dict[str, Span] = {}
+        for span in spans:
+            self._previous[span] = last.get(span.worker)
+            last[span.worker] = span
+        self._waits: dict[str, list[Wait]] = defaultdict(list)
+        for wait in sorted(waits, key=lambda wait: wait.end):
+            self._waits[wait.worker].append(wait)
+
+    def walked(self) -> list[Span]:
+        """The path, last span first."""
+        path: list[Span] = []
+        span: Span | None = self._spans[-1]
+        while span is not None:
+            path.append(span)
+            span = self._cause(span)
+        return path
+
+    def _cause(self, span: Span) -> Span | None:
+        previous = self._previous[span]
+        wait = self._wait_before(span, previous)
+        if wait is None:
+            return previous
+        ended: list[Span] = []
+        for number in range(self._place[span] - 1, -1, -1):
+            other = self._spans[number]
+            if other.end < wait.begin and ended:
+                break
+            if other.worker != span.worker and other.end <= wait.end + _SLACK:
+                ended.append(other)
+                if other.end < wait.begin:
+                    break
+        if not ended:
+            return previous
+        if wait.what.startswith("input"):
+            for other in ended:
+                same = other.index == span.index or (other.window == span.window - 1 and other.window < span.window)
+                if same and other.end >= wait.begin:
+                    return other
+        return ended[0]
+
+    def _wait_before(self, span: Span, previous: Span | None) -> Wait | None:
+        """The worker's last wait between its previous work and this."""
+        waits = self._waits[span.worker]
+        while waits and waits[-1].end > span.begin + _SLACK:
+            waits.pop()  # the path only goes back in time
+        floor = previous.end - _SLACK if previous is not None else 0.0
+        return waits[-1] if waits and waits[-1].end >= floor and waits[-1].begin >= floor else None
