@@ -7,8 +7,6 @@ none of that. Both are measured in turns in one run, so that what else the machi
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import platform
 import queue
 import statistics
 import sys
@@ -25,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import described
 from dflash_pipe.channel import Channel
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.graph import load
@@ -98,7 +97,7 @@ def _once(make: Callable[[int], Ends], capacity: int, messages: list[Message]) -
 
 def measure(capacity: int, count: int, repeats: int) -> Ratio:
     """`repeats` times each kind in turn, `count` messages each."""
-    messages = [Message(Stamp(i, i, 0, True), i, i) for i in range(count)]
+    messages = [Message(Stamp(i, i, 0, True), i, Number(i)) for i in range(count)]
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(repeats):
         for kind, make in KINDS.items():
@@ -150,22 +149,15 @@ def handoff(
         medians = (f"{r.median(kind):.2f}" for kind in ("janus", "channel"))
         table.add_row(str(r.capacity), *times, *medians, r.spread("channel"), f"≤ {RATIO} {good}")
     console = Console()
-    console.print(_machine(), f"command: python -m benchmarks {' '.join(sys.argv[1:])}", sep="\n", highlight=False)
+    console.print(
+        f"{described()}; janus {importlib.metadata.version('janus')}",
+        f"command: python -m benchmarks {' '.join(sys.argv[1:])}",
+        sep="\n",
+        highlight=False,
+    )
     console.print(table)
     good = "met" if over <= STAGES_OVER else "missed"
     goal = f"(goal ≤ {STAGES_OVER:.1%}: {good})"
     console.print(f"four stages of 50 ms ({LINE.name}): {over:+.2%} over the bare loop {goal}", highlight=False)
     if check and (over > STAGES_OVER or any(r.median("channel") > RATIO for r in ratios)):
         raise typer.Exit(1)
-
-
-def _machine() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    model = platform.processor() or platform.machine()
-    try:
-        named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        model = named[0].partition(": ")[2] if named else model
-    except OSError:
-        pass
-    python = f"Python {platform.python_version()}, janus {importlib.metadata.version('janus')}"
-    return f"{model}, {cores} cores, {platform.system()} {platform.release()}; {python}"

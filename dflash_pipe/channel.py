@@ -57,12 +57,12 @@ class _Store(janus.Queue[_Parcel | None]):
 
     def _qsize(self) -> int:
         """For a caller that offers a parcel, whether it has room; for one that offers none, whether there is any."""
+        if 0 < len(self._parcels) < self._plain_room:
+            return _ROOM
         if not self._parcels:
             if not self.cut and (activity := activity_here()).offer is None:
                 activity.wait(STARVED, self._input)
             return _EMPTY
-        if len(self._parcels) < self._plain_room:
-            return _ROOM
         activity = activity_here()
         if activity.offer is None or self._fits(activity.offer[1]):
             return _ROOM
@@ -192,7 +192,12 @@ class Sender:
         Raises BrokenChannel if every receiver has left, Cancelled if the run is torn down.
         """
         activity = self._activity or self._owned()
-        parcel = activity.offer = _parcel(message)
+        payload = message.payload
+        if payload is ELSEWHERE or type(payload) is tuple:
+            parcel = _parcel(message)
+        else:  # what `_parcel` does with it: on the hot path a call counts
+            parcel = message, getattr(payload, "nbytes", 0)
+        activity.offer = parcel
         try:
             self._put(parcel)
         except janus.SyncQueueShutDown:

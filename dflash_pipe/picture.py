@@ -16,12 +16,16 @@ from dflash_pipe.stats import ChannelLoad, View, WorkerShares
 __all__ = ["closing_table", "live_view", "plain_line", "scalars"]
 
 BAR = 30  # cells of a worker's bar
+# What a line of progress has room for: these metrics where stages report them, else the first ones there are.
+LINE = ("loss", "accuracy", "estimated_acceptance", "tau", "lr")
 SHARES = (("busy", "green"), ("starved", "yellow"), ("blocked", "red"))
 
 
 def plain_line(view: View) -> str:
-    """One line of progress: elapsed time, windows, metrics, and what every worker did with its time."""
-    metrics = [f"{name} {_number(value)}" for name, value in scalars(view)]
+    """One line of progress: elapsed time, windows, a few metrics, and what every worker did with its time."""
+    found = scalars(view)
+    chosen = [(name, value) for name, value in found if name in LINE] or found[: len(LINE)]
+    metrics = [f"{name} {_number(value)}" for name, value in chosen]
     workers = ", ".join(f"{w.name} {100 * w.busy:.0f}%" for w in view.workers) if view.elapsed >= 1 else ""
     window = f"window {view.window:,}" if view.window else ""
     return " · ".join(filter(None, [_clock(view.elapsed), window, *metrics, f"busy: {workers}" if workers else ""]))

@@ -8,9 +8,12 @@ bytes. Format: "Trace Event Format", Google, 2016.
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +97,7 @@ def _tracks_and_slices(timeline: Timeline, origin: float) -> list[dict[str, Any]
     slices: dict[str, list[tuple[float, float, Span | Wait]]] = defaultdict(list)
     for each in (*timeline.spans, *timeline.waits):
         slices[each.worker].append((each.begin, each.end, each))
-    events: list[dict[str, Any]] = [_named("process_name", 0, "run")]
+    events: list[dict[str, Any]] = [_meta("process_name", 0, name="run")]
     places: dict[Span, tuple[int, float]] = {}
     track = 0
     for worker in timeline.workers:
@@ -111,8 +114,8 @@ def _tracks_and_slices(timeline: Timeline, origin: float) -> list[dict[str, Any]
                 places[each] = (first + lane, (ts + (ends[lane] - ts) // 2) / 1e3)
         for lane in range(max(1, len(ends))):
             track += 1
-            events.append(_named("thread_name", track, worker if lane == 0 else f"{worker} (at the same time)"))
-            events.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}})
+            events.append(_meta("thread_name", track, name=worker if lane == 0 else f"{worker} (at the same time)"))
+            events.append(_meta("thread_sort_index", track, sort_index=track))
     return events + list(_flows(timeline.spans, places))
 
 
@@ -120,8 +123,8 @@ def _ns(at: float, origin: float) -> int:
     return round((at - origin) * 1e9)
 
 
-def _named(what: str, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 1, "tid": track, "name": what, "args": {"name": name}}
+def _meta(what: str, track: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": track, "name": what, "args": arguments}
 
 
 def _slice(each: Span | Wait, warm_up: int) -> dict[str, Any]:
@@ -139,14 +142,12 @@ def _flows(spans: Sequence[Span], places: Mapping[Span, tuple[int, float]]) -> I
     """
     for index, chain in _journeys(spans).items():
         seen = [places[span] for span in chain]
+        if any(after[1] < before[1] for before, after in pairwise(seen)):
+            continue  # clocks of two devices disagree: an arrow cannot point backwards
         for number, (track, ts) in enumerate(seen):
-            if number and ts < seen[number - 1][1]:
-                break  # clocks of two devices disagree: an arrow cannot point backwards
-        else:
-            for number, (track, ts) in enumerate(seen):
-                phase = "s" if number == 0 else "f" if number == len(seen) - 1 else "t"
-                event = {"ph": phase, "pid": 1, "tid": track, "ts": ts, "name": "message", "cat": "flow", "id": index}
-                yield event | ({"bp": "e"} if phase == "f" else {})
+            phase = "s" if number == 0 else "f" if number == len(seen) - 1 else "t"
+            event = {"ph": phase, "pid": 1, "tid": track, "ts": ts, "name": "message", "cat": "flow", "id": index}
+            yield event | ({"bp": "e"} if phase == "f" else {})
 
 
 def _journeys(spans: Sequence[Span]) -> dict[int, list[Span]]:
@@ -205,9 +206,9 @@ _SLACK = 2e-5
 def critical(timeline: Timeline) -> tuple[OnPath, ...]:
     """Who was on the path that decided when the last recorded work ended, most seconds first; without the warm-up.
 
-    Walked backwards: work that began right after its worker's previous work was decided by that; work that began after
-    a wait, by the work whose end ended the wait: for input that of the same message (or of the window before), if it
-    ended during the wait, otherwise the last that ended before it.
+    Walked backwards. Work that began without a wait was decided by its worker's previous work; after a wait for input,
+    by the work on the same message, or on the window before, that ended last; after any other wait, by whoever ended
+    work last before the wait was over.
     """
     spans = sorted((s for s in timeline.spans if s.window >= timeline.warm_up), key=lambda span: span.end)
     if not spans:
@@ -230,12 +231,18 @@ class _Path:
 
     def __init__(self, spans: Sequence[Span], waits: Sequence[Wait]) -> None:
         self._spans = spans
-        self._place = {span: number for number, span in enumerate(spans)}
-        self._previous: dict[Span, Span | None] = {}
-        last: dict[str, Span] = {}
-        for span in spans:
-            self._previous[span] = last.get(span.worker)
-            last[span.worker] = span
+        self._ends = [span.end for span in spans]
+        self._previous: list[int | None] = []
+        self._of_message: dict[int, list[int]] = defaultdict(list)
+        self._of_window: dict[int, list[int]] = defaultdict(list)  # of stages that work once in it
+        self._once = _once_a_window(span for span in spans if span.what != "end_window")
+        last: dict[str, int] = {}
+        for number, span in enumerate(spans):
+            self._previous.append(last.get(span.worker))
+            last[span.worker] = number
+            self._of_message[span.index].append(number)
+            if span.stage in self._once:
+                self._of_window[span.window].append(number)
         self._waits: dict[str, list[Wait]] = defaultdict(list)
         for wait in sorted(waits, key=lambda wait: wait.end):
             self._waits[wait.worker].append(wait)
@@ -243,39 +250,42 @@ class _Path:
     def walked(self) -> list[Span]:
         """The path, last span first."""
         path: list[Span] = []
-        span: Span | None = self._spans[-1]
-        while span is not None:
-            path.append(span)
-            span = self._cause(span)
+        number: int | None = len(self._spans) - 1
+        while number is not None:
+            path.append(self._spans[number])
+            number = self._cause(number)
         return path
 
-    def _cause(self, span: Span) -> Span | None:
-        previous = self._previous[span]
-        wait = self._wait_before(span, previous)
+    def _cause(self, number: int) -> int | None:
+        """What let this span begin: always one that ended before it did."""
+        span, previous = self._spans[number], self._previous[number]
+        floor = self._ends[previous] if previous is not None else -math.inf
+        related = self._related(number)
+        wait = self._wait_before(span, floor)
+        since = floor if wait is None else wait.begin if wait.what.startswith("input") else wait.end
+        # Without a wait on the host, work on a GPU may still have waited for what another GPU made.
+        if related is not None and self._ends[related] > since + (_SLACK if wait is None else 0.0):
+            return related
         if wait is None:
             return previous
-        ended: list[Span] = []
-        for number in range(self._place[span] - 1, -1, -1):
-            other = self._spans[number]
-            if other.end < wait.begin and ended:
-                break
-            if other.worker != span.worker and other.end <= wait.end + _SLACK:
-                ended.append(other)
-                if other.end < wait.begin:
-                    break
-        if not ended:
-            return previous
-        if wait.what.startswith("input"):
-            for other in ended:
-                same = other.index == span.index or (other.window == span.window - 1 and other.window < span.window)
-                if same and other.end >= wait.begin:
-                    return other
-        return ended[0]
+        released = self._released(span, wait, number)
+        return previous if released is None else released
 
-    def _wait_before(self, span: Span, previous: Span | None) -> Wait | None:
-        """The worker's last wait between its previous work and this."""
+    def _related(self, number: int) -> int | None:
+        """The last to end, before this began, of other workers' work on the same message and on the window before."""
+        span = self._spans[number]
+        numbers = (*self._of_message[span.index], *self._of_window[span.window - 1])
+        fits = (n for n in numbers if n < number and self._spans[n].worker != span.worker)
+        return max((n for n in fits if self._ends[n] <= span.begin + _SLACK), default=None)
+
+    def _released(self, span: Span, wait: Wait, number: int) -> int | None:
+        """Whoever else ended work last before the wait was over."""
+        before = min(number, bisect_right(self._ends, wait.end + _SLACK))
+        return next((n for n in range(before - 1, -1, -1) if self._spans[n].worker != span.worker), None)
+
+    def _wait_before(self, span: Span, floor: float) -> Wait | None:
+        """The worker's last wait after its previous work, which ended at `floor`, and before this."""
         waits = self._waits[span.worker]
         while waits and waits[-1].end > span.begin + _SLACK:
             waits.pop()  # the path only goes back in time
-        floor = previous.end - _SLACK if previous is not None else 0.0
-        return waits[-1] if waits and waits[-1].end >= floor and waits[-1].begin >= floor else None
+        return waits[-1] if waits and waits[-1].begin >= floor - _SLACK else None

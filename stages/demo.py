@@ -9,6 +9,9 @@ there is time for is measured on the first ones.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import itertools
 import json
 import statistics
 import time
@@ -87,10 +90,11 @@ class Demo:
     def steps(self) -> int:
         """As many steps as there is time for at the pace of the first ones."""
         self.say("A few steps to see how fast this machine is")
-        self.train("pace", _TRIAL_STEPS)
+        with contextlib.redirect_stdout(io.StringIO()):  # where its drafter lies is of no use to anybody
+            self.train("pace", _TRIAL_STEPS)
         lines = [json.loads(line) for line in (self.folder / "pace" / "metrics.jsonl").read_text().splitlines()]
         times = [line["time"] for line in lines if "loss" in line]
-        pace = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+        pace = statistics.median(b - a for a, b in itertools.pairwise(times))
         return int(min(_MOST_STEPS, max(_LEAST_STEPS, _TRAINING * self.budget.seconds / pace)))
 
     def train(self, name: str, steps: int, seconds: float | None = None) -> Result:
@@ -115,15 +119,15 @@ class Demo:
         metrics = training.view.metrics
         steps = [json.loads(line) for line in (self.folder / "training" / "metrics.jsonl").read_text().splitlines()]
         losses = [step["loss"] for step in steps if "loss" in step]
-        table = Table(title="What this run measured", title_justify="left", show_header=False)
-        table.add_row("loss, first → last 10 steps", f"{losses[0]:.2f} → {statistics.mean(losses[-10:]):.2f}")
-        table.add_row("τ on held-out problems, before → after", f"{before['tau']:.2f} → [bold]{after['tau']:.2f}[/]")
-        table.add_row("  block size, responses, tokens", f"{_BLOCK}, {after['responses']}, {after['tokens']:,}")
+        table = Table(title="What this run measured", title_justify="left", show_header=False, min_width=76)
+        table.add_row("loss, first → last 10 steps", f"{losses[0]:.2f} → [bold]{statistics.mean(losses[-10:]):.2f}[/]")
+        table.add_row("τ on held-out problems", f"{before['tau']:.2f} → [bold]{after['tau']:.2f}[/]")
+        table.add_row("measured on", f"{after['responses']} answers, {after['tokens']:,} tokens, blocks of {_BLOCK}")
         table.add_row("steps, epochs", f"{metrics['step']}, {metrics.get('epoch', 0):.1f}")
         table.add_row("trained tokens a second", f"{self.tokens(steps) / training.view.elapsed:,.0f}")
         for worker in training.view.workers:
-            shares = f"busy {worker.busy:4.0%}, starved {worker.starved:4.0%}, blocked {worker.blocked:4.0%}"
-            table.add_row(f"worker {worker.name}", shares)
+            shares = f"{worker.busy:4.0%} /{worker.starved:4.0%} /{worker.blocked:4.0%}"
+            table.add_row(f"{worker.name}: busy / starved / blocked", shares)
         table.add_row("computed in", self.dtype)
         table.add_row("whole demo", f"{time.perf_counter() - self.budget.began:.0f} s")
         table.add_row("drafter", str(self.folder / "training" / "export"))

@@ -167,10 +167,14 @@ def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 class DrafterKeys:
     """The keys of stage `drafter` that say what the drafter is (the others say how it is trained).
 
-    Keys that are None follow the target's config. layers: how many target layers are captured, or their ids.
-    mask_token_id: an unused id of the vocabulary, or "auto" (see `resolve_mask_token`). sliding_window: with it the
-    first `sliding_layers` layers (default: all but the last, at least one) see only that many positions.
-    feature_std: a .safetensors file with tensor `std` [K·H]. weights: "random" reads nothing but the target's config.
+    target, revision: the model to be sped up. layers: how many of its layers are captured, or their ids.
+    num_layers: of the drafter. block_size: tokens of a block, the known one included. mask_token_id: an unused id of
+    the vocabulary, or "auto" (see `resolve_mask_token`). sliding_window: positions that sliding layers see at most.
+    sliding_layers: how many of the first layers slide (null: all but the last, at least one).
+    num_attention_heads, num_key_value_heads, head_dim, intermediate_size: null follows the target's config.
+    feature_std: a .safetensors file with tensor `std` [K·H] by which the features are scaled at the start (written by
+    graphs/statistics.yaml). final_norm_init: the final norm's weight at the start; less than 1 lowers the first losses.
+    dtype: of the computation. weights: "random" reads nothing but the target's config.
     """
 
     target: str

@@ -34,7 +34,9 @@ class DrafterStep(Stage):
     the optimizer knows the weight of the whole window.
 
     The first fields say what the drafter is (`DrafterKeys`); the others:
-    num_anchors: blocks a sequence at most. gamma: decay in slots, null: none, "auto": by the block size (7 for 16).
+    num_anchors: blocks a sequence at most. partials: sums of a window, a multiple of the drafter's replicas, and the
+    same number wherever results are to be equal. gamma: decay in slots, null: none, "auto": by the block size (7 for
+    16).
     loss: "dflash" or "dpace", with its alpha and kind of weight (`LossConfig`). attention: "auto", "flex", "sdpa",
     "eager". ce_chunk: rows that meet the head at once (null: by device). dtype: of the computation; "auto" is float32
     on a CPU and bfloat16 on a GPU. The sums are float32 always.

@@ -42,8 +42,8 @@ def learning_rate(peak: float, warmup: float, before: float, after: float) -> fl
 class AdamW(Stage):
     """Add the partial gradients in order of their number, divide by the window's weight, clip, step, publish.
 
-    drafter: the whole `with:` mapping of stage drafter. lr: peak rate. warmup: share of the training. max_norm: of the
-    gradient (null: no clipping). weight_decay: of matrices; norms never decay.
+    drafter: the whole `with:` mapping of stage drafter. lr: peak rate. betas, eps: of Adam's moments. warmup: share of
+    the training. max_norm: of the gradient (null: no clipping). weight_decay: of matrices; norms never decay.
     nonfinite: what to do about a loss or gradient that is not finite: "halt" raises FloatingPointError and names the
     step, "skip" leaves weights and moments as they are, counts the window and says so in the metrics. A window without
     any supervised token changes nothing either and is counted as `empty`.

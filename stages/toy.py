@@ -55,7 +55,8 @@ def _hash(*parts: object) -> str:
 
 
 class Numbers(Source[Number]):
-    """Count from 0. count: how many. seconds: time for each. nbytes: what each claims to hold."""
+    """Count from 0. count: how many. seconds: time for each. scale: of the seconds. nbytes: what each claims
+    to hold."""
 
     count: int
     seconds: float = 0.0
@@ -69,7 +70,8 @@ class Numbers(Source[Number]):
 
 
 class Wait(Stage):
-    """The target: hash a number. seconds: time for each message. nbytes: what a result claims to hold."""
+    """The target: hash a number. seconds: time for each message. scale: of the seconds. nbytes: what a result
+    claims to hold."""
 
     seconds: float = 0.0
     scale: float = 1.0
@@ -83,8 +85,8 @@ class Wait(Stage):
 class WaitStep(Stage):
     """The drafter: chain each result with the weights into `partials` chains, message i into chain i mod partials.
 
-    seconds: time for each message. With r replicas, `partials` must be a multiple of r: then every chain lies on one
-    replica, in input order, and the window's result does not depend on r.
+    seconds: time for each message. scale: of the seconds. partials: chains; with r replicas a multiple of r, so that
+    every chain lies on one replica, in input order, and the window's result does not depend on r.
     """
 
     seconds: float = 0.0
@@ -110,7 +112,8 @@ class WaitStep(Stage):
 
 
 class WaitOptimizer(Stage):
-    """The optimizer: chain a window's partials, in their order, onto the digest. seconds: time for each step."""
+    """The optimizer: chain a window's partials, in their order, onto the digest. seconds: time for each step. scale: of
+    the seconds."""
 
     seconds: float = 0.0
     scale: float = 1.0

@@ -97,12 +97,7 @@ def test_commands_run_one_after_the_other(page, tmp_path, monkeypatch):
 def dflash_pipe(words, monkeypatch):
     """Exit code of the command, with a tiny model and few steps."""
     words = [TARGET if word.startswith("target.model=") else word for word in words]
-    tiny = [
-        o
-        for name, overrides in TINY.items()
-        for o in overrides
-        if f"graphs/{name}" in words and "--resume" not in words
-    ]
+    tiny = [o for name, overrides in TINY.items() for o in overrides if f"graphs/{name}" in words]
     monkeypatch.setattr(sys, "argv", ["dflash-pipe", *words, *tiny])
     interval = sys.getswitchinterval()
     try:

@@ -64,9 +64,10 @@ def test_killed_after_any_step(settings: list[str], unbroken: bytes, step: int, 
 
 
 def test_another_recipe_is_refused(settings: list[str], tmp_path: Path) -> None:
-    train(["sequential", "targets/tiny_llama"], [*settings, "data.steps=2"], tmp_path)
-    with pytest.raises(BadInput, match="another dataflow"):
-        run_of(["sequential", "targets/tiny_llama"], [*settings, "data.steps=2", "optimizer.lr=1e-5"], tmp_path, read(newest(tmp_path)))
+    graphs, settings = ["sequential", "targets/tiny_llama"], [*settings, "data.steps=2"]
+    train(graphs, settings, tmp_path)
+    with pytest.raises(BadInput, match=r"another dataflow \(stages.optimizer.with.lr is 0.0006 there, 1e-05 here"):
+        run_of(graphs, [*settings, "optimizer.lr=1e-5"], tmp_path, read(newest(tmp_path)))
 
 
 def test_sigkill_and_the_command_line(settings: list[str], unbroken: bytes, tmp_path: Path) -> None:
@@ -80,7 +81,5 @@ def test_sigkill_and_the_command_line(settings: list[str], unbroken: bytes, tmp_
             assert running.poll() is None, "ended before it could be killed"
             os.sched_yield()
         running.send_signal(signal.SIGKILL)
-    subprocess.run(
-        [*command, "--resume", str(tmp_path / "killed")], check=True, stdout=subprocess.DEVNULL, timeout=100
-    )
+    subprocess.run([*command, "--resume", str(tmp_path / "killed")], check=True, stdout=subprocess.DEVNULL, timeout=100)
     assert (tmp_path / "killed" / "export" / "model.safetensors").read_bytes() == unbroken

@@ -25,7 +25,9 @@ def trained(graphs: list[str], target: str, rows: Path, folder: Path, *overrides
 
 
 @pytest.fixture(scope="module", params=["tiny_llama", "tiny_qwen3_5"])
-def sequential(request: pytest.FixtureRequest, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Trained]:
+def sequential(
+    request: pytest.FixtureRequest, rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Trained]:
     return request.param, trained(["sequential"], request.param, rows, tmp_path_factory.mktemp("sequential"))
 
 

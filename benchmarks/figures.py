@@ -1,0 +1,270 @@
+"""The pictures of a report: each a function of what was measured that gives one SVG, text as text, nothing loaded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from benchmarks.interval import Estimate
+from dflash_pipe.stats import BLOCKED, STARVED
+from dflash_pipe.trace import Depth, Timeline
+
+__all__ = ["COLOURS", "WAITS", "Panel", "channel_depths", "stage_colours", "step_times", "timelines", "worker_shares"]
+
+# Okabe and Ito's colours, which people with any kind of colour blindness can tell apart.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F6000", "#5A5A5A")
+WAITS = {STARVED: "#E9ECEF", BLOCKED: "#F3C6C1"}
+_WIDTH = 11.0  # inches
+_INK = "#333333"
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": "#999999",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "hatch.linewidth": 0.6,
+}
+_LETTER = 0.068  # inches: a generous width of a letter at this font size
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One topology as the pictures show it.
+
+    timeline: of one of its runs; begin: where the shown part of it starts, in seconds; ends: when each window ended.
+    shares: worker -> (busy, starved, blocked). capacities: channel -> messages it has room for. steps: seconds a step,
+    of each repeat, and step: their estimate. forecast: seconds a step.
+    """
+
+    name: str
+    timeline: Timeline
+    begin: float
+    ends: tuple[float, ...]
+    shares: dict[str, tuple[float, float, float]]
+    capacities: dict[str, int]
+    steps: tuple[float, ...]
+    step: Estimate
+    forecast: float
+    colours: dict[str, str] = field(default_factory=dict)
+
+
+def stage_colours(stages: Sequence[str]) -> dict[str, str]:
+    """stage -> colour, the same in every picture."""
+    return {stage: COLOURS[number % len(COLOURS)] for number, stage in enumerate(stages)}
+
+
+def timelines(panels: Sequence[Panel], seconds: float) -> str:
+    """What every worker did for `seconds`, topology below topology on one time axis. Numbers: index of the message."""
+    scale, unit = _unit(seconds)
+    heights = [len(panel.timeline.workers) for panel in panels]
+    with _figure("timelines", 0.27 * sum(heights) + 0.42 * len(panels) + 0.5) as (figure, done):
+        axes = _stacked(figure, heights, panels)
+        for ax, panel in zip(axes, panels, strict=True):
+            _timeline(ax, panel, seconds, scale)
+        axes[-1].set_xlabel(f"time in {unit}, from the end of a step")
+        for ax in axes[:-1]:
+            ax.tick_params(labelbottom=False)
+        return done()
+
+
+def _timeline(ax: Axes, panel: Panel, seconds: float, scale: float) -> None:
+    rows = {worker: number for number, worker in enumerate(panel.timeline.workers)}
+    inside = _Window(panel.begin, panel.begin + seconds, scale)
+    for state, colour in WAITS.items():
+        waits = [w for w in panel.timeline.waits if w.state == state and inside.shows(w.begin, w.end)]
+        for worker, row in rows.items():
+            bars = [inside.bar(w.begin, w.end) for w in waits if w.worker == worker]
+            ax.broken_barh(bars, (row - 0.36, 0.72), color=colour, linewidth=0)
+    per_inch = seconds * scale / (_WIDTH * 0.86)
+    for span in panel.timeline.spans:
+        if not inside.shows(span.begin, span.end):
+            continue
+        left, width = inside.bar(span.begin, span.end)
+        row, colour = rows[span.worker], panel.colours[span.stage]
+        ax.broken_barh([(left, width)], (row - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.4)
+        if width > per_inch * (_LETTER * len(str(span.index)) + 0.06):
+            ax.text(left + width / 2, row, str(span.index), ha="center", va="center_baseline", color="white", size=7)
+    for end in panel.ends:
+        if inside.first <= end <= inside.last:
+            ax.axvline((end - inside.first) * scale, color=_INK, linewidth=0.8, linestyle=(0, (2, 2)))
+    steps = sum(inside.first < end <= inside.last for end in panel.ends)
+    ax.set_title(f"{panel.name}: {steps} steps end in this time", loc="left", size=9, weight="bold")
+    ax.set_yticks(list(rows.values()), list(rows))
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlim(0, seconds * scale)
+    ax.tick_params(axis="y", length=0)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A part of a timeline, from `first` to `last`, drawn from 0 in units of 1 / scale seconds."""
+
+    first: float
+    last: float
+    scale: float
+
+    def shows(self, begin: float, end: float) -> bool:
+        return end > self.first and begin < self.last
+
+    def bar(self, begin: float, end: float) -> tuple[float, float]:
+        left, right = max(begin, self.first), min(end, self.last)
+        return (left - self.first) * self.scale, (right - left) * self.scale
+
+
+def worker_shares(panels: Sequence[Panel]) -> str:
+    """Each worker's time: busy, starved (waits for input), blocked (waits for room), in per cent."""
+    heights = [len(panel.shares) for panel in panels]
+    with _figure("shares", 0.27 * sum(heights) + 0.42 * len(panels) + 0.5) as (figure, done):
+        axes = _stacked(figure, heights, panels)
+        for ax, panel in zip(axes, panels, strict=True):
+            for row, (worker, shares) in enumerate(panel.shares.items()):
+                _bar(ax, row, shares, _busy_colour(panel, worker))
+            ax.set_title(panel.name, loc="left", size=9, weight="bold")
+            ax.set_yticks(range(len(panel.shares)), list(panel.shares))
+            ax.set_ylim(len(panel.shares) - 0.5, -0.5)
+            ax.set_xlim(0, 100)
+            ax.tick_params(axis="y", length=0)
+            ax.tick_params(labelbottom=ax is axes[-1])
+        axes[-1].set_xlabel("share of the worker's time, per cent")
+        return done()
+
+
+def _bar(ax: Axes, row: int, shares: tuple[float, float, float], busy: str) -> None:
+    left = 0.0
+    colours = (busy, WAITS[STARVED], WAITS[BLOCKED])
+    for share, colour, word in zip(shares, colours, ("busy", "starved", "blocked"), strict=True):
+        ax.barh(row, 100 * share, 0.72, left, color=colour)
+        if share >= 0.1:
+            ink = "white" if word == "busy" else _INK
+            text = f"{word} {share:.0%}" if share >= 0.2 else f"{share:.0%}"
+            ax.text(left + 50 * share, row, text, ha="center", va="center_baseline", color=ink, size=7.5)
+        left += 100 * share
+
+
+def _busy_colour(panel: Panel, worker: str) -> str:
+    """The colour of the stage that takes most of the worker's time."""
+    spent: dict[str, float] = {}
+    for span in panel.timeline.spans:
+        if span.worker == worker:
+            spent[span.stage] = spent.get(span.stage, 0.0) + span.end - span.begin
+    return panel.colours[max(spent, key=lambda stage: spent[stage])] if spent else COLOURS[-1]
+
+
+def step_times(panels: Sequence[Panel]) -> str:
+    """Seconds a step: every repeat, the median with its interval, and the forecast."""
+    most = max(max(*panel.steps, panel.forecast) for panel in panels)
+    scale, unit = _unit(most)
+    with _figure("steps", 0.42 * len(panels) + 0.95) as (figure, done):
+        left, total = _left([panel.name for panel in panels]), _height(figure)
+        ax = figure.add_axes((left, 0.5 / total, 0.985 - left, 1 - 0.6 / total))
+        for row, panel in enumerate(panels):
+            low, high = panel.step.low or panel.step.median, panel.step.high or panel.step.median
+            ax.barh(row, panel.step.median * scale, 0.5, color="#D5E3EE")
+            ax.plot(
+                [s * scale for s in panel.steps], [row] * len(panel.steps), "o", color=COLOURS[0], ms=3.5, alpha=0.6
+            )
+            ax.plot([low * scale, high * scale], [row, row], color=_INK, linewidth=1.6, solid_capstyle="butt")
+            ax.plot([panel.step.median * scale] * 2, [row - 0.25, row + 0.25], color=_INK, linewidth=1.6)
+            ax.plot(panel.forecast * scale, row, "D", mfc="none", mec=COLOURS[5], ms=8, mew=1.5)
+            said = f"{panel.step.median * scale:.3g} {unit} (forecast {panel.forecast * scale:.3g})"
+            ax.text(1.03 * max(*panel.steps, high, panel.forecast) * scale, row, said, va="center", size=8.5)
+        ax.set_yticks(range(len(panels)), [panel.name for panel in panels])
+        ax.set_ylim(len(panels) - 0.4, -0.6)
+        ax.set_xlim(0, 1.3 * most * scale)
+        ax.set_xlabel(f"{unit} a step")
+        ax.tick_params(axis="y", length=0)
+        return done()
+
+
+def channel_depths(panels: Sequence[Panel], seconds: float) -> str:
+    """Messages in each channel over the time that the timelines show, and its room (dashed)."""
+    scale, unit = _unit(seconds)
+    rows = [(panel, name) for panel in panels for name in panel.capacities]
+    if not rows:
+        return ""
+    with _figure("depths", 0.5 * len(rows) + 0.3 * len(panels) + 0.5) as (figure, done):
+        labels = [f"{name}" for _, name in rows]
+        axes = _stacked(figure, [1.0] * len(rows), panels, labels, gap=0.3)
+        for (panel, name), ax in zip(rows, axes, strict=True):
+            inside = _Window(panel.begin, panel.begin + seconds, scale)
+            times, depths = _steps_of([d for d in panel.timeline.depths if d.channel == name], inside)
+            ax.fill_between(times, depths, step="post", color=COLOURS[4], alpha=0.7, linewidth=0)
+            room = panel.capacities[name]
+            ax.axhline(room, color="#888888", linewidth=0.8, linestyle=(0, (4, 3)))
+            ax.set_ylim(0, max(room, *depths) * 1.15)
+            ax.set_yticks([0, room])
+            ax.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=14)
+            ax.set_xlim(0, seconds * scale)
+            ax.tick_params(labelbottom=ax is axes[-1])
+            if name == next(iter(panel.capacities)):
+                ax.set_title(f"{panel.name}, messages", loc="left", size=9, weight="bold")
+        axes[-1].set_xlabel(f"time in {unit}, as in the timelines")
+        return done()
+
+
+def _steps_of(depths: Sequence[Depth], inside: _Window) -> tuple[list[float], list[int]]:
+    """Depth as a step function over the window: what it was before it, each change, and what it was at its end."""
+    before = [d.items for d in depths if d.at <= inside.first]
+    changes = [d for d in depths if inside.first < d.at < inside.last]
+    times = [0.0, *((d.at - inside.first) * inside.scale for d in changes)]
+    items = [before[-1] if before else 0, *(d.items for d in changes)]
+    return [*times, (inside.last - inside.first) * inside.scale], [*items, items[-1]]
+
+
+# --- layout
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return (1000.0, "ms") if seconds < 10 else (1.0, "s")
+
+
+def _height(figure: Figure) -> float:
+    return float(figure.get_size_inches()[1])
+
+
+def _left(labels: Sequence[str]) -> float:
+    """Share of the width that the longest label takes."""
+    return (max(map(len, labels)) * _LETTER + 0.2) / _WIDTH
+
+
+def _stacked(
+    figure: Figure, heights: Sequence[float], panels: Sequence[Panel], labels: Sequence[str] = (), gap: float = 0.42
+) -> list[Axes]:
+    """Axes below each other, as high as `heights` say, under titles, beside the longest label."""
+    names = labels or [worker for panel in panels for worker in (*panel.timeline.workers, *panel.shares)]
+    left, total = _left(names), _height(figure)
+    row = (total - 0.5 - gap * len(heights)) / sum(heights)
+    axes, top = [], total
+    for height in heights:
+        top -= gap + row * height
+        axes.append(figure.add_axes((left, (top + 0.0) / total, 0.985 - left, row * height / total)))
+    return axes
+
+
+@contextmanager
+def _figure(name: str, height: float) -> Iterator[tuple[Figure, Callable[[], str]]]:
+    """A figure, and how to get it as SVG. name: keeps its ids apart from those of other figures on the page."""
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(_WIDTH, height))
+        FigureCanvasSVG(figure)
+
+        def done() -> str:
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+            return text.getvalue()[text.getvalue().index("<svg") :]
+
+        yield figure, done
