@@ -7,13 +7,17 @@ import sys
 import typer
 
 from benchmarks.handoff import handoff
+from benchmarks.ladder import ladder
+from benchmarks.loop import loop
 from benchmarks.parity import parity
+from benchmarks.rows import rows
+from benchmarks.sync import sync
+from benchmarks.topologies import topologies
 from dflash_pipe import BadInput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.callback()(lambda: None)  # a list of commands even while it has one entry
-app.command()(handoff)
-app.command()(parity)
+for command in (topologies, ladder, sync, rows, handoff, loop, parity):
+    app.command()(command)
 
 
 def main() -> None:

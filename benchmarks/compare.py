@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -123,7 +125,9 @@ def _length(graph: Graph, steps: int | None) -> list[str]:
 
 def _digests(graph: Graph) -> list[str]:
     """Stages that report digests only when asked are asked."""
-    asks = [name for name, stage in graph.stages.items() if stage.signature.parameters.get("digest", (None,))[0] is bool]
+    asks = [
+        name for name, stage in graph.stages.items() if stage.signature.parameters.get("digest", (None,))[0] is bool
+    ]
     return [f"stages.{name}.with.digest=true" for name in asks]
 
 
@@ -157,8 +161,11 @@ def run(graph: Graph) -> Trial:
     with tempfile.TemporaryDirectory() as folder:
         running = Run(plan(graph), Path(folder))
         running.on_report = keep
-        result = running.execute()
+        with contextlib.redirect_stdout(io.StringIO()):  # stages tell how to use what lies in the folder
+            result = running.execute()
         weights = _digest(read_snapshot(result.snapshot).state) if result.snapshot else ""
+    if result.profile is None or result.timeline is None:
+        raise BadInput(f"{graph.name}: {result.unmeasured}")
     return Trial(result.profile, result.timeline, result.view, digests, weights)
 
 

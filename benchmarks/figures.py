@@ -24,7 +24,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7
 WAITS = {STARVED: "#E9ECEF", BLOCKED: "#F3C6C1"}
 _WIDTH = 11.0  # inches
 _INK = "#333333"
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # rcParams, which have a type for each key
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -38,6 +38,7 @@ _STYLE: dict[str, Any] = {
     "ytick.color": _INK,
     "hatch.linewidth": 0.6,
 }
+_TITLE, _ROW = 0.34, 0.26  # inches above a topology, for its name; and for a worker
 _LETTER = 0.068  # inches: a generous width of a letter at this font size
 
 
@@ -70,14 +71,12 @@ def stage_colours(stages: Sequence[str]) -> dict[str, str]:
 def timelines(panels: Sequence[Panel], seconds: float) -> str:
     """What every worker did for `seconds`, topology below topology on one time axis. Numbers: index of the message."""
     scale, unit = _unit(seconds)
-    heights = [len(panel.timeline.workers) for panel in panels]
-    with _figure("timelines", 0.27 * sum(heights) + 0.42 * len(panels) + 0.5) as (figure, done):
-        axes = _stacked(figure, heights, panels)
+    rows = [(_TITLE, _ROW * len(panel.timeline.workers)) for panel in panels]
+    with _figure("timelines", _total(rows)) as (figure, done):
+        axes = _stacked(figure, panels, rows)
         for ax, panel in zip(axes, panels, strict=True):
             _timeline(ax, panel, seconds, scale)
         axes[-1].set_xlabel(f"time in {unit}, from the end of a step")
-        for ax in axes[:-1]:
-            ax.tick_params(labelbottom=False)
         return done()
 
 
@@ -97,7 +96,9 @@ def _timeline(ax: Axes, panel: Panel, seconds: float, scale: float) -> None:
         row, colour = rows[span.worker], panel.colours[span.stage]
         ax.broken_barh([(left, width)], (row - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.4)
         if width > per_inch * (_LETTER * len(str(span.index)) + 0.06):
-            ax.text(left + width / 2, row, str(span.index), ha="center", va="center_baseline", color="white", size=7)
+            ax.text(
+                left + width / 2, row, str(span.index), ha="center", va="center_baseline", color=_ink(colour), size=7
+            )
     for end in panel.ends:
         if inside.first <= end <= inside.last:
             ax.axvline((end - inside.first) * scale, color=_INK, linewidth=0.8, linestyle=(0, (2, 2)))
@@ -127,9 +128,9 @@ class _Window:
 
 def worker_shares(panels: Sequence[Panel]) -> str:
     """Each worker's time: busy, starved (waits for input), blocked (waits for room), in per cent."""
-    heights = [len(panel.shares) for panel in panels]
-    with _figure("shares", 0.27 * sum(heights) + 0.42 * len(panels) + 0.5) as (figure, done):
-        axes = _stacked(figure, heights, panels)
+    rows = [(_TITLE, _ROW * len(panel.shares)) for panel in panels]
+    with _figure("shares", _total(rows)) as (figure, done):
+        axes = _stacked(figure, panels, rows)
         for ax, panel in zip(axes, panels, strict=True):
             for row, (worker, shares) in enumerate(panel.shares.items()):
                 _bar(ax, row, shares, _busy_colour(panel, worker))
@@ -138,7 +139,6 @@ def worker_shares(panels: Sequence[Panel]) -> str:
             ax.set_ylim(len(panel.shares) - 0.5, -0.5)
             ax.set_xlim(0, 100)
             ax.tick_params(axis="y", length=0)
-            ax.tick_params(labelbottom=ax is axes[-1])
         axes[-1].set_xlabel("share of the worker's time, per cent")
         return done()
 
@@ -149,7 +149,7 @@ def _bar(ax: Axes, row: int, shares: tuple[float, float, float], busy: str) -> N
     for share, colour, word in zip(shares, colours, ("busy", "starved", "blocked"), strict=True):
         ax.barh(row, 100 * share, 0.72, left, color=colour)
         if share >= 0.1:
-            ink = "white" if word == "busy" else _INK
+            ink = _ink(colour)
             text = f"{word} {share:.0%}" if share >= 0.2 else f"{share:.0%}"
             ax.text(left + 50 * share, row, text, ha="center", va="center_baseline", color=ink, size=7.5)
         left += 100 * share
@@ -169,7 +169,7 @@ def step_times(panels: Sequence[Panel]) -> str:
     most = max(max(*panel.steps, panel.forecast) for panel in panels)
     scale, unit = _unit(most)
     with _figure("steps", 0.42 * len(panels) + 0.95) as (figure, done):
-        left, total = _left([panel.name for panel in panels]), _height(figure)
+        left, total = _left(panels), _height(figure)
         ax = figure.add_axes((left, 0.5 / total, 0.985 - left, 1 - 0.6 / total))
         for row, panel in enumerate(panels):
             low, high = panel.step.low or panel.step.median, panel.step.high or panel.step.median
@@ -181,7 +181,8 @@ def step_times(panels: Sequence[Panel]) -> str:
             ax.plot([panel.step.median * scale] * 2, [row - 0.25, row + 0.25], color=_INK, linewidth=1.6)
             ax.plot(panel.forecast * scale, row, "D", mfc="none", mec=COLOURS[5], ms=8, mew=1.5)
             said = f"{panel.step.median * scale:.3g} {unit} (forecast {panel.forecast * scale:.3g})"
-            ax.text(1.03 * max(*panel.steps, high, panel.forecast) * scale, row, said, va="center", size=8.5)
+            right = max(*panel.steps, high, panel.forecast) * scale
+            ax.annotate(said, (right, row), (10, 0), textcoords="offset points", va="center", size=8.5)
         ax.set_yticks(range(len(panels)), [panel.name for panel in panels])
         ax.set_ylim(len(panels) - 0.4, -0.6)
         ax.set_xlim(0, 1.3 * most * scale)
@@ -193,25 +194,26 @@ def step_times(panels: Sequence[Panel]) -> str:
 def channel_depths(panels: Sequence[Panel], seconds: float) -> str:
     """Messages in each channel over the time that the timelines show, and its room (dashed)."""
     scale, unit = _unit(seconds)
-    rows = [(panel, name) for panel in panels for name in panel.capacities]
-    if not rows:
+    shown = [(panel, name) for panel in panels for name in panel.capacities]
+    if not shown:
         return ""
-    with _figure("depths", 0.5 * len(rows) + 0.3 * len(panels) + 0.5) as (figure, done):
-        labels = [f"{name}" for _, name in rows]
-        axes = _stacked(figure, [1.0] * len(rows), panels, labels, gap=0.3)
-        for (panel, name), ax in zip(rows, axes, strict=True):
+    titles = [name == next(iter(panel.capacities)) for panel, name in shown]
+    rows = [(_TITLE if title else 0.12, 0.3) for title in titles]
+    with _figure("depths", _total(rows)) as (figure, done):
+        axes = _stacked(figure, panels, rows)
+        for (panel, name), title, ax in zip(shown, titles, axes, strict=True):
             inside = _Window(panel.begin, panel.begin + seconds, scale)
             times, depths = _steps_of([d for d in panel.timeline.depths if d.channel == name], inside)
-            ax.fill_between(times, depths, step="post", color=COLOURS[4], alpha=0.7, linewidth=0)
             room = panel.capacities[name]
-            ax.axhline(room, color="#888888", linewidth=0.8, linestyle=(0, (4, 3)))
-            ax.set_ylim(0, max(room, *depths) * 1.15)
-            ax.set_yticks([0, room])
-            ax.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=14)
+            ax.fill_between(times, depths, step="post", color=COLOURS[4], linewidth=0)
+            ax.axhline(room, color="#777777", linewidth=0.8, linestyle=(0, (4, 3)))
+            ax.annotate(str(room), (1, room), (3, 0), ("axes fraction", "data"), "offset points", va="center", size=7)
+            ax.set_ylim(0, max(room, *depths) * 1.1)
+            ax.set_yticks([room / 2], [name])
             ax.set_xlim(0, seconds * scale)
-            ax.tick_params(labelbottom=ax is axes[-1])
-            if name == next(iter(panel.capacities)):
-                ax.set_title(f"{panel.name}, messages", loc="left", size=9, weight="bold")
+            ax.tick_params(axis="y", length=0)
+            if title:
+                ax.set_title(panel.name, loc="left", size=9, weight="bold")
         axes[-1].set_xlabel(f"time in {unit}, as in the timelines")
         return done()
 
@@ -236,29 +238,38 @@ def _height(figure: Figure) -> float:
     return float(figure.get_size_inches()[1])
 
 
-def _left(labels: Sequence[str]) -> float:
-    """Share of the width that the longest label takes."""
+def _left(panels: Sequence[Panel]) -> float:
+    """Share of the width that the longest label takes; the same in all pictures, so that their axes stand in line."""
+    labels = [label for p in panels for label in (p.name, *p.timeline.workers, *p.capacities)]
     return (max(map(len, labels)) * _LETTER + 0.2) / _WIDTH
 
 
-def _stacked(
-    figure: Figure, heights: Sequence[float], panels: Sequence[Panel], labels: Sequence[str] = (), gap: float = 0.42
-) -> list[Axes]:
-    """Axes below each other, as high as `heights` say, under titles, beside the longest label."""
-    names = labels or [worker for panel in panels for worker in (*panel.timeline.workers, *panel.shares)]
-    left, total = _left(names), _height(figure)
-    row = (total - 0.5 - gap * len(heights)) / sum(heights)
+def _stacked(figure: Figure, panels: Sequence[Panel], rows: Sequence[tuple[float, float]]) -> list[Axes]:
+    """Axes below each other, each (inches above it, inches high), with room for an axis at the bottom."""
+    left, total = _left(panels), _height(figure)
     axes, top = [], total
-    for height in heights:
-        top -= gap + row * height
-        axes.append(figure.add_axes((left, (top + 0.0) / total, 0.985 - left, row * height / total)))
+    for above, high in rows:
+        top -= above + high
+        axes.append(figure.add_axes((left, top / total, 0.985 - left, high / total)))
+    for ax in axes[:-1]:
+        ax.tick_params(labelbottom=False)
     return axes
+
+
+def _total(rows: Sequence[tuple[float, float]]) -> float:
+    return sum(above + high for above, high in rows) + 0.5
+
+
+def _ink(colour: str) -> str:
+    """What can be read on it: white on dark colours, dark on light ones (relative luminance, WCAG 2)."""
+    red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    return "white" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.3 else "#111111"
 
 
 @contextmanager
 def _figure(name: str, height: float) -> Iterator[tuple[Figure, Callable[[], str]]]:
     """A figure, and how to get it as SVG. name: keeps its ids apart from those of other figures on the page."""
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=(_WIDTH, height))
         FigureCanvasSVG(figure)
 

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import janus
 
 from dflash_pipe.errors import BrokenChannel, Cancelled, EndOfChannel
 from dflash_pipe.message import ELSEWHERE, Message, payload_bytes
-from dflash_pipe.stats import BLOCKED, BUSY, STARVED, Activity, ChannelLoad, activity_here
+from dflash_pipe.stats import BLOCKED, BUSY, STARVED, Activity, ChannelLoad, DepthEntry, Newest, activity_here
 
 __all__ = ["Channel", "Receiver", "Sender"]
 
@@ -34,70 +36,84 @@ class _Store(janus.Queue[_Parcel | None]):
     """janus with room counted in messages and bytes, and with who waits for it.
 
     janus runs these documented hooks under its lock, and asks `_qsize` just before it lets a caller wait: the one
-    place where a worker's state can be flipped together with the queue's. `cut`: nothing is delivered any more.
+    place where a worker's state can be flipped together with the queue's. What lies here is counted only where it
+    matters, so that a hand-off costs no more than the deque's own methods. is_dealt: some of it may take no room.
+    is_cut: nothing is delivered any more.
     """
 
     def __init__(self, name: str, items: int, nbytes: int | None) -> None:
         self.max_items, self.max_bytes = items, nbytes
         self._plain_room = items if nbytes is None else 0  # while it holds fewer, any message fits
-        self.nbytes = self._roomless = 0
-        self.sent = self.received = self.dropped = 0
-        self.cut = False
-        self.rest: list[_Parcel] = []
+        self.dropped = 0
+        self.is_dealt = self.is_cut = False
+        self._rest: list[_Parcel] = []
         self._input, self._room = f"input from {name!r}", f"room in {name!r}"
         super().__init__(_FULL)
 
     def _init(self, maxsize: int) -> None:
-        self._parcels: deque[_Parcel] = deque()
+        self._parcels: deque[Any] = deque()
+        self._put = self._parcels.append  # type: ignore[method-assign, assignment]
+        self._get = self._parcels.popleft  # type: ignore[method-assign]
 
-    @property
-    def items(self) -> int:
-        """Messages that take room."""
-        return len(self._parcels) - self._roomless
+    def load(self) -> tuple[int, int]:
+        """Messages that take room, and their bytes."""
+        sizes = [nbytes for _, nbytes in self._parcels.copy() if nbytes != _ELSEWHERE]
+        return len(sizes), sum(sizes)
+
+    def record(self, depths: Newest[DepthEntry]) -> None:
+        """From now on write down what lies here, whenever that changes."""
+        put, get = self._put, self._get
+        items = held = 0
+
+        def recorded_put(parcel: Any) -> None:
+            nonlocal items, held
+            put(parcel)
+            if parcel[1] != _ELSEWHERE:
+                items, held = items + 1, held + parcel[1]
+                depths.add((perf_counter(), items, held))
+
+        def recorded_get() -> Any:
+            nonlocal items, held
+            parcel: Any = get()
+            if parcel[1] != _ELSEWHERE:
+                items, held = items - 1, held - parcel[1]
+                depths.add((perf_counter(), items, held))
+            return parcel
+
+        self._put, self._get = recorded_put, recorded_get  # type: ignore[method-assign, assignment]
 
     def _qsize(self) -> int:
         """For a caller that offers a parcel, whether it has room; for one that offers none, whether there is any."""
         if 0 < len(self._parcels) < self._plain_room:
             return _ROOM
+        activity = activity_here()
         if not self._parcels:
-            if not self.cut and (activity := activity_here()).offer is None:
+            if activity.offer is None and not self.is_cut:
                 activity.wait(STARVED, self._input)
             return _EMPTY
-        activity = activity_here()
         if activity.offer is None or self._fits(activity.offer[1]):
             return _ROOM
         activity.wait(BLOCKED, self._room)
         return _FULL
 
-    def _fits(self, nbytes: int) -> bool:
-        items = self.items
-        if nbytes == _ELSEWHERE or items == 0:
+    def _fits(self, offered: int) -> bool:
+        if self.max_bytes is None and not self.is_dealt:
+            return len(self._parcels) < self.max_items
+        items, nbytes = self.load()
+        if offered == _ELSEWHERE or items == 0:
             return True
-        return items < self.max_items and (self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
+        return items < self.max_items and (self.max_bytes is None or nbytes + offered <= self.max_bytes)
 
-    def _put(self, item: Any) -> None:
-        nbytes = item[1]
-        if nbytes > 0:
-            self.nbytes += nbytes
-        elif nbytes:
-            self._roomless += 1
-        self.sent += 1
-        self._parcels.append(item)
+    def cut(self) -> None:
+        """From now on nothing is delivered: whoever takes a parcel gets None. What lies here is dropped."""
+        self.is_cut = True
+        self._get = self._lay_aside  # type: ignore[method-assign]
+        self.shutdown(immediate=True)
+        self._rest.clear()  # outside the lock: what a payload does when it is deleted is its own affair
 
-    def _get(self) -> _Parcel | None:
-        """The next parcel, or None if the channel was cut: then it is only laid aside."""
-        parcel = self._parcels.popleft()
-        nbytes = parcel[1]
-        if nbytes > 0:
-            self.nbytes -= nbytes
-        elif nbytes:
-            self._roomless -= 1
-        if self.cut:
-            self.dropped += 1
-            self.rest.append(parcel)
-            return None
-        self.received += 1
-        return parcel
+    def _lay_aside(self) -> None:
+        self.dropped += 1
+        self._rest.append(self._parcels.popleft())
 
 
 class Channel:
@@ -112,20 +128,23 @@ class Channel:
         self.name = name
         self._store = _Store(name, capacity, nbytes)
         self._ends = threading.Lock()
-        self._senders = self._receivers = 0
+        self._senders: list[Sender] = []
+        self._receivers: list[Receiver] = []
         self._ending: type[BaseException] | None = None
 
     def sender(self) -> Sender:
         """Open one more sending end; the channel ends when all of them are closed."""
-        with self._ends:
-            self._senders += 1
-        return Sender(self)
+        self._senders.append(Sender(self))
+        return self._senders[-1]
 
     def receiver(self) -> Receiver:
         """Open one more receiving end; the channel breaks when all of them are closed."""
-        with self._ends:
-            self._receivers += 1
-        return Receiver(self)
+        self._receivers.append(Receiver(self))
+        return self._receivers[-1]
+
+    def record(self, depths: Newest[DepthEntry]) -> None:
+        """Before the first message: write down in `depths` what it holds, whenever that changes."""
+        self._store.record(depths)
 
     def cancel(self) -> None:
         """Drop what is in it and wake everybody with `Cancelled`."""
@@ -133,13 +152,15 @@ class Channel:
 
     @property
     def load(self) -> ChannelLoad:
-        store = self._store
-        return ChannelLoad(self.name, store.items, store.max_items, store.nbytes, store.sent)
+        """What lies in it now, and how many messages were sent."""
+        items, nbytes = self._store.load()
+        return ChannelLoad(self.name, items, self._store.max_items, nbytes, sum(s.count for s in self._senders))
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """(sent, received, dropped) messages, tombstones included."""
-        return self._store.sent, self._store.received, self._store.dropped
+        """(sent, received, dropped) messages, tombstones included; each end counts what passed it."""
+        received = sum(r.count for r in self._receivers)
+        return sum(s.count for s in self._senders), received, self._store.dropped
 
     def _shut(self, ending: type[BaseException]) -> None:
         """End it; a harder ending overrides: EndOfChannel < BrokenChannel < Cancelled."""
@@ -148,24 +169,17 @@ class Channel:
                 self._ending = ending
         if ending is EndOfChannel:
             self._store.shutdown(immediate=False)
-            return
-        self._store.cut = True
-        self._store.shutdown(immediate=True)
-        self._store.rest.clear()  # outside the lock: what a payload does when it is deleted is its own affair
+        else:
+            self._store.cut()
 
-    def _sender_left(self) -> None:
+    def _left(self, end: Sender | Receiver) -> None:
+        """An end was closed; the last one of its side ends the channel."""
         with self._ends:
-            self._senders -= 1
-            last = self._senders == 0
+            end.open = False
+            ends: Sequence[Sender | Receiver] = self._senders if isinstance(end, Sender) else self._receivers
+            last = not any(e.open for e in ends)
         if last:
-            self._shut(EndOfChannel)
-
-    def _receiver_left(self) -> None:
-        with self._ends:
-            self._receivers -= 1
-            last = self._receivers == 0
-        if last:
-            self._shut(BrokenChannel)
+            self._shut(EndOfChannel if isinstance(end, Sender) else BrokenChannel)
 
     def _why(self) -> BaseException:
         ending = self._ending or Cancelled
@@ -178,11 +192,12 @@ class Channel:
 
 
 class Sender:
-    """A sending end. One worker owns it: whoever uses it first."""
+    """A sending end. One worker owns it: whoever uses it first. count: messages sent."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._open = True
+        self.open = True
+        self.count = 0
         self._activity: Activity | None = None
         self._put = channel._store.sync_q.put
 
@@ -194,12 +209,13 @@ class Sender:
         activity = self._activity or self._owned()
         payload = message.payload
         if payload is ELSEWHERE or type(payload) is tuple:
-            parcel = _parcel(message)
+            parcel = self._parcel(message)
         else:  # what `_parcel` does with it: on the hot path a call counts
             parcel = message, getattr(payload, "nbytes", 0)
         activity.offer = parcel
         try:
             self._put(parcel)
+            self.count += 1
         except janus.SyncQueueShutDown:
             raise self.channel._why() from None
         finally:
@@ -210,9 +226,10 @@ class Sender:
     async def asend(self, message: Message) -> None:
         """`send` for a coroutine: suspends it instead of blocking the thread."""
         activity = self._activity or self._owned()
-        parcel = activity.offer = _parcel(message)
+        parcel = activity.offer = self._parcel(message)
         try:
             await self.channel._store.async_q.put(parcel)
+            self.count += 1
         except janus.AsyncQueueShutDown:
             raise self.channel._why() from None
         finally:
@@ -221,30 +238,31 @@ class Sender:
 
     def close(self) -> None:
         """Nothing more will be sent from here. Closing twice is allowed."""
-        if self._open:
-            self._open, self._activity = False, None
-            self.channel._sender_left()
+        if self.open:
+            self._activity = None
+            self.channel._left(self)
+
+    def _parcel(self, message: Message) -> _Parcel:
+        payload = message.payload
+        if payload is ELSEWHERE:
+            self.channel._store.is_dealt = True
+            return message, _ELSEWHERE
+        return message, payload_bytes(payload) if type(payload) is tuple else getattr(payload, "nbytes", 0)
 
     def _owned(self) -> Activity:
-        if not self._open:
+        if not self.open:
             raise ValueError(f"channel {self.channel.name!r}: send after close")
         self._activity = activity_here()
         return self._activity
 
 
-def _parcel(message: Message) -> _Parcel:
-    payload = message.payload
-    if payload is ELSEWHERE:
-        return message, _ELSEWHERE
-    return message, payload_bytes(payload) if type(payload) is tuple else getattr(payload, "nbytes", 0)
-
-
 class Receiver:
-    """A receiving end. One worker owns it: whoever uses it first."""
+    """A receiving end. One worker owns it: whoever uses it first. count: messages received."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._open = True
+        self.open = True
+        self.count = 0
         self._activity: Activity | None = None
         self._get = channel._store.sync_q.get
 
@@ -264,6 +282,7 @@ class Receiver:
                 activity.resume()
         if parcel is None:
             raise self.channel._why()
+        self.count += 1
         return parcel[0]
 
     async def areceive(self) -> Message:
@@ -277,16 +296,17 @@ class Receiver:
             activity.resume()
         if parcel is None:
             raise self.channel._why()
+        self.count += 1
         return parcel[0]
 
     def close(self) -> None:
         """Nothing more will be received here. Closing twice is allowed."""
-        if self._open:
-            self._open, self._activity = False, None
-            self.channel._receiver_left()
+        if self.open:
+            self._activity = None
+            self.channel._left(self)
 
     def _owned(self) -> Activity:
-        if not self._open:
+        if not self.open:
             raise ValueError(f"channel {self.channel.name!r}: receive after close")
         self._activity = activity_here()
         return self._activity

@@ -67,7 +67,7 @@ def live_view(view: View, curves: Mapping[str, Iterable[float]] | None = None) -
         "",
         channels,
         "",
-        metrics if view.metrics else "",
+        metrics if scalars(view) else "",
     )
 
 

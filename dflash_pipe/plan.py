@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_pipe.check import rate
 from dflash_pipe.errors import BadInput
 from dflash_pipe.graph import ChannelSpec, Graph, PortRef, WorkerSpec
 
-__all__ = ["Plan", "RoutePlan", "StationPlan", "WorkerPlan", "plan", "rate", "stage_order"]
+__all__ = ["Plan", "RoutePlan", "StationPlan", "WorkerPlan", "plan", "stage_order"]
 
 Rate = Literal["message", "window"]
 # A merge that may hold back 3 messages a replica keeps replicas busy when their times vary; with 1 a replica, restoring
@@ -121,14 +122,6 @@ class Plan:
             arrow = "-." if r.feedback else "--"
             lines.append(f'  {r.channel.sender} {arrow} "{r.channel.name}{per}" {arrow[::-1]}> {r.to.stage}')
         return "\n".join(lines)
-
-
-def rate(graph: Graph, stage: str) -> Rate:
-    """How often a stage fires: once a message if it is a source or reads a per-message channel, else once a window."""
-    if graph.stages[stage].signature.source:
-        return "message"
-    inputs = [c.per for c in graph.channels.values() for to in c.receivers if to.stage == stage]
-    return "message" if "message" in inputs else "window"
 
 
 def stage_order(graph: Graph) -> tuple[str, ...]:

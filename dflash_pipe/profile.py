@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dflash_pipe.errors import BadInput
 
-__all__ = ["Part", "Profile", "Recorder", "Samples", "load", "save"]
+__all__ = ["DeviceMemory", "Part", "Profile", "Recorder", "Samples", "load", "save"]
 
 Part = Literal["read", "process", "end_window"]
 _FORMAT = "dflash-pipe profile 1"
@@ -56,10 +56,19 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a device: the most that the run held at once, and all there is. stages: that computed there."""
+
+    peak: int
+    total: int
+    stages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Profile:
     """graph: YAML text of the graph that ran (`dflash_pipe.graph.dump`). window: its messages in a step. machine: where
     it ran, in words. warm_up: first windows that were left out. steps: seconds between the ends of windows; a sample's
-    index is the window. stages: stage -> part -> samples."""
+    index is the window. stages: stage -> part -> samples. memory: device -> what it held, where that is known."""
 
     graph: str
     window: int
@@ -67,6 +76,7 @@ class Profile:
     warm_up: int
     steps: Samples
     stages: dict[str, dict[Part, Samples]]
+    memory: dict[str, DeviceMemory] = field(default_factory=dict)
     format: str = _FORMAT
 
 
@@ -107,7 +117,12 @@ class Recorder:
                 self._steps.add(window, at - self._ended, None)
             self._ended = at
 
-    def profile(self, graph: str, machine: str) -> Profile:
+    @property
+    def first(self) -> int:
+        """The first window that counts."""
+        return self._from
+
+    def profile(self, graph: str, machine: str, memory: Mapping[str, DeviceMemory] | None = None) -> Profile:
         """What was measured so far. Raises BadInput if no step was measured after the warm-up."""
         with self._lock:
             if not self._steps.count:
@@ -115,7 +130,8 @@ class Recorder:
             stages: dict[str, dict[Part, Samples]] = {}
             for (stage, part), reservoir in self._parts.items():
                 stages.setdefault(stage, {})[part] = reservoir.samples()
-            return Profile(graph, self._window, machine, self._warm_up, self._steps.samples(), stages)
+            steps = self._steps.samples()
+            return Profile(graph, self._window, machine, self._warm_up, steps, stages, dict(memory or {}))
 
 
 class _Reservoir:

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from dflash_pipe.channel import Channel
 from dflash_pipe.message import Stamp, payload_bytes
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import DeviceMemory, Part, Profile, Recorder
-from dflash_pipe.stats import WaitEntry
+from dflash_pipe.stats import Activity, DepthEntry, Newest, WaitEntry
 from dflash_pipe.trace import Depth, Span, Timeline, Wait
 from dflash_pipe.transport import Transport
 
@@ -31,14 +32,14 @@ class Mark(NamedTuple):
     """A moment in a worker's work: on the host's clock, and as the transport marks it on the device."""
 
     host: float
-    device: Any
+    device: str
+    there: Any
 
 
 class _Firing(NamedTuple):
     stage: str
     part: Part
     stamp: Stamp
-    device: str
     begin: Mark
     end: Mark
     measures: Mapping[str, float]
@@ -49,9 +50,7 @@ class Tape:
 
     def __init__(self, worker: str, recording: Recording) -> None:
         self.worker = worker
-        self.spans: deque[_SpanEntry] = deque(maxlen=KEEP)
-        self.waits: deque[WaitEntry] = deque(maxlen=KEEP)
-        self.count = 0
+        self.spans: Newest[_SpanEntry] = Newest(KEEP)
         self._recording = recording
         self._record = recording.recorder.record
         self._mark, self._elapsed = recording.transport.mark, recording.transport.elapsed
@@ -60,11 +59,11 @@ class Tape:
 
     def mark(self, device: str) -> Mark:
         """Now: before or after a firing."""
-        return Mark(perf_counter(), self._mark(device))
+        return Mark(perf_counter(), device, self._mark(device))
 
-    def fired(self, stage: str, part: Part, stamp: Stamp, device: str, begin: Mark, held: Iterable[Any], sent: Any) -> None:
+    def fired(self, stage: str, part: Part, stamp: Stamp, begin: Mark, held: Iterable[Any], sent: Any) -> None:
         """A firing is over, as far as the host is concerned. held: payloads it worked on. sent: what it made."""
-        self._pending.append(_Firing(stage, part, stamp, device, begin, self.mark(device), _measures(held, sent)))
+        self._pending.append(_Firing(stage, part, stamp, begin, self.mark(begin.device), _measures(held, sent)))
         self.read()
 
     def over(self, stamp: Stamp) -> None:
@@ -74,27 +73,22 @@ class Tape:
     def read(self) -> None:
         """Take down all firings that the device has ended by now."""
         while self._pending:
-            stage, part, stamp, device, begin, end, measures = self._pending[0]
-            seconds = self._elapsed(begin.device, end.device)
+            stage, part, stamp, begin, end, measures = self._pending[0]
+            seconds = self._elapsed(begin.there, end.there)
             if seconds is None:
                 return
             self._pending.popleft()
-            began = self._began(device, begin, seconds)
-            self._known[device] = (began + seconds, end.device)
-            self.count += 1
-            self.spans.append((stage, part, stamp.index, stamp.window, began, began + seconds))
+            began = self._began(begin, seconds)
+            self._known[begin.device] = (began + seconds, end.there)
+            self.spans.add((stage, part, stamp.index, stamp.window, began, began + seconds))
             self._record(stage, part, stamp.index, seconds, measures)
 
-    def _began(self, device: str, begin: Mark, seconds: float) -> float:
-        """When the device came to the mark, on the host's clock: from mark to mark, since the first one was met at once;
-        never before the host made it, and its end never later than now."""
-        known = self._known.get(device)
-        if known is None:
-            return begin.host
-        at, mark = known
-        since = self._elapsed(mark, begin.device)
-        chained = begin.host if since is None else max(begin.host, at + since)
-        return max(begin.host, min(chained, perf_counter() - seconds))
+    def _began(self, begin: Mark, seconds: float) -> float:
+        """When the device came to the mark, on the host's clock: reckoned from the mark before, the first of which is
+        taken to be met at once; never before the host made it, and so that the end does not lie ahead."""
+        at, mark = self._known.get(begin.device, (begin.host, begin.there))
+        since = self._elapsed(mark, begin.there) or 0.0
+        return max(begin.host, min(at + since, perf_counter() - seconds))
 
 
 def _measures(held: Iterable[Any], sent: Any) -> Mapping[str, float]:
@@ -111,7 +105,7 @@ def _measures(held: Iterable[Any], sent: Any) -> Mapping[str, float]:
 class Recording:
     """Everything that is recorded of a run of `plan` that starts with window `start`. began: when, on the host's clock.
 
-    depths: channel -> (messages and bytes in it, and since when), written by the channels.
+    It has every worker's tape, and gives every activity and every channel something to write on.
     """
 
     def __init__(self, plan: Plan, start: int, began: float) -> None:
@@ -119,12 +113,21 @@ class Recording:
         self.transport: Transport = plan.graph.transport
         self.recorder = Recorder(plan.graph.window, start=start)
         self.tapes = {worker.name: Tape(worker.name, self) for worker in plan.workers}
-        self.depths: dict[str, deque[tuple[float, int, int]]] = {}
+        self._waits: dict[str, Newest[WaitEntry]] = {}
+        self._depths: dict[str, Newest[DepthEntry]] = {}
         self._lock = threading.Lock()
         self._due = _firings_that_end_a_window(plan)
         self._left: dict[int, int] = {}
         self._ended: dict[int, float] = {}
         self._next = start
+
+    def join(self, activities: Iterable[Activity], channels: Iterable[Channel]) -> None:
+        """Let them record, too."""
+        for activity in activities:
+            self._waits[activity.worker] = activity.waits = Newest(KEEP)
+        for channel in channels:
+            self._depths[channel.name] = Newest(KEEP)
+            channel.record(self._depths[channel.name])
 
     def over(self, stamp: Stamp) -> None:
         """One of the stages at which the stream ends is done with a message; the last one for a window ends it."""
@@ -153,23 +156,31 @@ class Recording:
                 memory[device] = DeviceMemory(*seen, tuple(dict.fromkeys(stages)))
         return self.recorder.profile(graph, words, memory)
 
-    def timeline(self, passed: Mapping[str, int]) -> Timeline:
-        """The newest of everything. passed: channel -> how often its depth has changed."""
+    def timeline(self) -> Timeline:
+        """The newest of everything."""
         began = self._began
-        spans, waits = [], []
-        for name, tape in self.tapes.items():
-            spans += [Span(name, *entry[:4], entry[4] - began, entry[5] - began) for entry in tape.spans]
-            waits += [Wait(name, state, what, begin - began, end - began) for state, what, begin, end in tape.waits]
+        spans = [
+            Span(name, *entry[:4], entry[4] - began, entry[5] - began)
+            for name, tape in self.tapes.items()
+            for entry in tape.spans.entries
+        ]
+        waits = [
+            Wait(name, state, what, begin - began, end - began)
+            for name, own in self._waits.items()
+            for state, what, begin, end in own.entries
+        ]
         depths = [
-            Depth(name, at - began, items, nbytes) for name, seen in self.depths.items() for at, items, nbytes in seen
+            Depth(name, at - began, items, nbytes)
+            for name, changes in self._depths.items()
+            for at, items, nbytes in changes.entries
         ]
         spans.sort(key=lambda span: span.begin)
         waits.sort(key=lambda wait: wait.begin)
         depths.sort(key=lambda depth: depth.at)
-        left_out = {
-            "spans": sum(tape.count for tape in self.tapes.values()) - len(spans[-KEEP:]),
-            "waits": sum(tape.waits_count for tape in self.tapes.values()) - len(waits[-KEEP:]),
-            "depths": sum(passed.values()) - len(depths[-KEEP:]),
+        seen = {
+            "spans": sum(tape.spans.seen for tape in self.tapes.values()),
+            "waits": sum(own.seen for own in self._waits.values()),
+            "depths": sum(own.seen for own in self._depths.values()),
         }
         return Timeline(
             workers=tuple(self.tapes),
@@ -177,7 +188,7 @@ class Recording:
             waits=tuple(waits[-KEEP:]),
             depths=tuple(depths[-KEEP:]),
             warm_up=self.recorder.first,
-            left_out={kind: count for kind, count in left_out.items() if count},
+            left_out={kind: count - KEEP for kind, count in seen.items() if count > KEEP},
         )
 
 

@@ -27,11 +27,14 @@ from types import FrameType
 from typing import Any
 
 from dflash_pipe.errors import BadInput, Cancelled, Stalled
-from dflash_pipe.graph import dataflow, difference
+from dflash_pipe.graph import dataflow, difference, dump
 from dflash_pipe.message import Stamp
 from dflash_pipe.plan import Plan
+from dflash_pipe.profile import Profile
+from dflash_pipe.recording import Recording
 from dflash_pipe.snapshot import Snapshot
 from dflash_pipe.stats import BUSY, View, be, shares
+from dflash_pipe.trace import Timeline
 from dflash_pipe.wiring import Origin, wire
 from dflash_pipe.worker import Worker, drive
 
@@ -48,7 +51,8 @@ _LOOKS = 4
 class Result:
     """How a run ended. stopped: the signal that asked it to stop, or None. snapshot: the newest that this run wrote.
     unfinished: micro-batches of a partial last window that were not stepped. left_behind: threads that did not end in
-    time after the run was cancelled."""
+    time after the run was cancelled. profile, timeline: what was recorded, None if nothing was. unmeasured: why there
+    is no profile, or ''."""
 
     view: View
     stopped: signal.Signals | None
@@ -56,15 +60,19 @@ class Result:
     snapshot: Path | None
     unfinished: int
     left_behind: tuple[str, ...]
+    profile: Profile | None = None
+    timeline: Timeline | None = None
+    unmeasured: str = ""
 
 
 class Run:
-    """A plan, run once, in `folder`. `restored` goes on after a snapshot of the same dataflow.
+    """A plan, run once, in `folder`. `restored` goes on after a snapshot of the same dataflow. record: whether service
+    times, waits and depths are recorded.
 
     Raises BadInput if the snapshot belongs to another dataflow.
     """
 
-    def __init__(self, plan: Plan, folder: Path, restored: Snapshot | None = None) -> None:
+    def __init__(self, plan: Plan, folder: Path, restored: Snapshot | None = None, *, record: bool = True) -> None:
         computed = dataflow(plan.graph)
         if restored is not None and (other := difference(restored.dataflow, computed)) is not None:
             raise BadInput(f"cannot go on: the snapshot is of another dataflow ({other})")
@@ -86,6 +94,11 @@ class Run:
         self._failing = threading.Lock()
         self._running = 0  # threads that have not reported their end
         self._began = time.perf_counter()
+        self._recording = Recording(plan, origin.start[1], self._began) if record else None
+        if self._recording is not None:
+            self._recording.join([worker.activity for worker in self._wiring.workers], self._wiring.channels)
+            for worker in self._wiring.workers:
+                worker.tape = self._recording.tapes[worker.name]
 
     def stop(self) -> None:
         """Ask the source to end at the next window; `execute` returns when the stream has drained."""
@@ -138,7 +151,18 @@ class Run:
             snapshot=self._wiring.snapshots.written if self._wiring.snapshots else None,
             unfinished=sum(w.unfinished for w in self._wiring.workers),
             left_behind=left,
+            **self._recorded(),
         )
+
+    def _recorded(self) -> dict[str, Any]:
+        """What of the result comes from the recording."""
+        if self._recording is None:
+            return {"unmeasured": "nothing was recorded"}
+        recorded: dict[str, Any] = {"timeline": self._recording.timeline()}
+        try:
+            return recorded | {"profile": self._recording.profile(dump(self.plan.graph))}
+        except BadInput as error:
+            return recorded | {"unmeasured": error.message}
 
     # --- workers
 

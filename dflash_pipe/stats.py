@@ -7,10 +7,11 @@ blocked (waits for room). It is flipped to waiting under the lock of what it wai
 
 from __future__ import annotations
 
+from collections import deque
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 __all__ = [
     "BLOCKED",
@@ -18,7 +19,10 @@ __all__ = [
     "STARVED",
     "Activity",
     "ChannelLoad",
+    "DepthEntry",
+    "Newest",
     "View",
+    "WaitEntry",
     "WorkerShares",
     "activity_here",
     "be",
@@ -26,6 +30,22 @@ __all__ = [
 ]
 
 BUSY, STARVED, BLOCKED = "busy", "starved", "blocked"
+WaitEntry = tuple[str, str, float, float]  # state, for what, begin and end on the host's clock
+DepthEntry = tuple[float, int, int]  # since when on the host's clock, messages that take room, their bytes
+T = TypeVar("T")
+
+
+class Newest(Generic[T]):
+    """The newest `keep` of what is added, and how many there were. One writer at a time."""
+
+    def __init__(self, keep: int) -> None:
+        self.entries: deque[T] = deque(maxlen=keep)
+        self.seen = 0
+
+    def add(self, entry: T) -> None:
+        """Take it down."""
+        self.entries.append(entry)
+        self.seen += 1
 
 
 class Activity:
@@ -41,6 +61,7 @@ class Activity:
         self.done = False
         self.place = "opening"
         self.offer: Any = None  # the parcel that it is sending
+        self.waits: Newest[WaitEntry] | None = None  # if the run is recorded
         self._spent = {BUSY: 0.0, STARVED: 0.0, BLOCKED: 0.0}
 
     def wait(self, state: str, waits_for: str) -> None:
@@ -49,6 +70,8 @@ class Activity:
             return
         now = perf_counter()
         self._spent[self.state] += now - self.since
+        if self.state is not BUSY and self.waits is not None:
+            self.waits.add((self.state, self.waits_for, self.since, now))
         self.since, self.state, self.waits_for = now, state, waits_for
 
     def resume(self) -> None:
@@ -56,6 +79,8 @@ class Activity:
         if self.state is not BUSY:
             now = perf_counter()
             self._spent[self.state] += now - self.since
+            if self.waits is not None:
+                self.waits.add((self.state, self.waits_for, self.since, now))
             self.since, self.state = now, BUSY
             self.changes += 1
 

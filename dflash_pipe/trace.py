@@ -95,7 +95,8 @@ def _begins(timeline: Timeline) -> Iterator[float]:
 def _tracks_and_slices(timeline: Timeline, origin: float) -> list[dict[str, Any]]:
     """Slices of one track must not overlap: what a worker does at the same time (on two devices) gets another track."""
     slices: dict[str, list[tuple[float, float, Span | Wait]]] = defaultdict(list)
-    for each in (*timeline.spans, *timeline.waits):
+    everything: list[Span | Wait] = [*timeline.spans, *timeline.waits]
+    for each in everything:
         slices[each.worker].append((each.begin, each.end, each))
     events: list[dict[str, Any]] = [_meta("process_name", 0, name="run")]
     places: dict[Span, tuple[int, float]] = {}
@@ -210,10 +211,10 @@ def critical(timeline: Timeline) -> tuple[OnPath, ...]:
     by the work on the same message, or on the window before, that ended last; after any other wait, by whoever ended
     work last before the wait was over.
     """
-    spans = sorted((s for s in timeline.spans if s.window >= timeline.warm_up), key=lambda span: span.end)
-    if not spans:
+    spans = sorted(timeline.spans, key=lambda span: span.end)
+    path = [span for span in _Path(spans, timeline.waits).walked() if span.window >= timeline.warm_up]
+    if not path:
         return ()
-    path = _Path(spans, timeline.waits).walked()
     seconds: dict[str, float] = defaultdict(float)
     times: dict[str, int] = defaultdict(int)
     after = ""
@@ -250,7 +251,7 @@ class _Path:
     def walked(self) -> list[Span]:
         """The path, last span first."""
         path: list[Span] = []
-        number: int | None = len(self._spans) - 1
+        number: int | None = len(self._spans) - 1 if self._spans else None
         while number is not None:
             path.append(self._spans[number])
             number = self._cause(number)

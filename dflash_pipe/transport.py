@@ -1,11 +1,12 @@
 """The hand-off hook: which devices exist, and how a payload gets from one worker's device to another's.
 
 The framework knows no device but "cpu". A graph names its own transport (`transport: "stages.cuda:DeviceTransport"`);
-everything device-specific (streams, events, copies) happens behind these five methods.
+everything device-specific (streams, events, copies, memory) happens behind these methods.
 """
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 from dflash_pipe.errors import BadInput
@@ -38,3 +39,15 @@ class Transport:
 
     def release(self, payload: Any, device: str) -> None:
         """Called when the receiving stage is done with the payload."""
+
+    def mark(self, device: str) -> Any:
+        """A moment in the work of a device: when it has done what the calling worker has given it so far."""
+        return perf_counter()
+
+    def elapsed(self, begin: Any, end: Any) -> float | None:
+        """Seconds between two marks on one device; None while the later one lies ahead. Never waits for the device."""
+        return float(end - begin)
+
+    def memory(self, device: str) -> tuple[int, int] | None:
+        """Bytes of the device: the most that was held at once so far, and all there is; None if that is not known."""
+        return None

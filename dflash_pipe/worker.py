@@ -18,6 +18,8 @@ from dflash_pipe.errors import BrokenChannel, EndOfChannel
 from dflash_pipe.gate import CreditGate, Lane, TurnGate
 from dflash_pipe.message import ELSEWHERE, NOTHING, Message, Stamp, Tombstone
 from dflash_pipe.plan import StationPlan
+from dflash_pipe.profile import Part
+from dflash_pipe.recording import Tape
 from dflash_pipe.route import Inlet, Local, Outlet, Waits
 from dflash_pipe.snapshot import Snapshots
 from dflash_pipe.stage import Context, Source, Stage
@@ -88,6 +90,7 @@ class Worker:
         self.name = name
         self.stations = stations
         self.activity = Activity(name)
+        self.tape: Tape | None = None  # if the run is recorded
         self.turn: TurnGate | None = None
         self.in_order = False  # whether its replicas get the turn in input order
         self.unfinished = 0
@@ -179,6 +182,8 @@ class Worker:
         if message.payload is not ELSEWHERE:
             for gate in station.credits:
                 gate.done(message.stamp)
+            if station.plan.ends and self.tape is not None:
+                self.tape.over(message.stamp)
         return message
 
     async def _next_from_source(self, station: Station, feed: Feed) -> Message:
@@ -200,11 +205,16 @@ class Worker:
         reading = iter(source.read(feed.cursor))
 
         def read(ahead: int) -> tuple[Any, Any] | None:
-            self._doing(station, "read", Stamp(index + ahead, window, slot + ahead, False))
+            stamp = Stamp(index + ahead, window, slot + ahead, False)
+            self._doing(station, "read", stamp)
+            begin = self.tape.mark("cpu") if self.tape is not None else None
             try:
-                return next(reading, None)
+                item = next(reading, None)
             except EndOfChannel:
                 return None
+            if self.tape is not None and begin is not None and item is not None:
+                self.tape.fired(station.plan.stage, "read", stamp, begin, (), item[1])
+            return item
 
         try:
             item: tuple[Any, Any] | None = None
@@ -264,7 +274,7 @@ class Worker:
         lane = Lane(station.plan.stage, message.stamp.index if self.in_order else None)
         if not message.empty:
             self._doing(station, "process", message.stamp)
-            result = await self._in_turn(lane, station.stage.process, arguments)
+            result = await self._in_turn(lane, station, "process", message.stamp, arguments)
             self._transport.release(message.payload, station.plan.device)
             message = message.carrying(result)
         elif message.payload is NOTHING and self.turn is not None:
@@ -273,14 +283,14 @@ class Worker:
         await self._send(station.outputs, station, message)
         if station.ends_window and message.stamp.last:
             self._doing(station, "end_window", message.stamp)
-            result = await self._in_turn(Lane(station.plan.stage, None), station.stage.end_window, {})
+            result = await self._in_turn(Lane(station.plan.stage, None), station, "end_window", message.stamp, {})
             await self._send(station.window_outputs, station, message.carrying(result))
         if station.snapshots is not None and message.stamp.last:
             self._doing(station, "state", message.stamp)
             station.snapshots.window_done(station.stage, message)
         return message
 
-    async def _in_turn(self, lane: Lane, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    async def _in_turn(self, lane: Lane, station: Station, part: Part, stamp: Stamp, arguments: dict[str, Any]) -> Any:
         """Call (and await, if it is a coroutine function), holding the worker's turn only around the call itself.
 
         A stage that raises EndOfChannel has nothing this time and wants no more: the worker leaves after this tick.
@@ -288,8 +298,12 @@ class Worker:
         if self.turn is not None:
             await self._waits.at(self.turn, lane)
         try:
-            result = function(**arguments)
-            return await result if inspect.isawaitable(result) else result
+            begin = self.tape.mark(station.plan.device) if self.tape is not None else None
+            result = getattr(station.stage, part)(**arguments)
+            result = await result if inspect.isawaitable(result) else result
+            if self.tape is not None and begin is not None:
+                self.tape.fired(station.plan.stage, part, stamp, begin, arguments.values(), result)
+            return result
         except EndOfChannel:
             self._leaves_early = True
             return None

@@ -220,6 +220,8 @@ class TokenBatches(Source[TokenBatch]):
             sample=torch.from_numpy(rows.copy()),  # no view: it would keep the whole epoch's array alive
             epoch=epoch,
             progress=progress,
+            real=int(lengths.sum()),
+            supervised=int(mask.sum()),
         )
 
     def _meet_dropped(self, rows: dict[str, Any]) -> None:

@@ -40,3 +40,23 @@ class DeviceTransport(Transport):
         if isinstance(payload, tuple):
             return tuple(self.on_receive(item, device) for item in payload)
         return payload.to(device)
+
+    def mark(self, device: str) -> Any:
+        """On a GPU an event on the stream that the calling worker computes on."""
+        if device == "cpu":
+            return super().mark(device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def elapsed(self, begin: Any, end: Any) -> float | None:
+        """Asks events whether they have completed and never waits for them."""
+        if not isinstance(end, torch.cuda.Event):
+            return super().elapsed(begin, end)
+        return float(begin.elapsed_time(end)) / 1e3 if end.query() and begin.query() else None
+
+    def memory(self, device: str) -> tuple[int, int] | None:
+        """What the caching allocator of this process had given out at once, and the GPU's whole memory."""
+        if device == "cpu":
+            return None
+        return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory

@@ -74,6 +74,8 @@ class TokenBatch(Payload):
     lengths: [B] int64, real tokens in each row. sample: [B] int64, row numbers in the data set (keys of randomness).
     epoch: the epoch the rows are read in. progress: (before, after): shares of the whole training, 0..1, that
     precede this micro-batch and that include it.
+    real, supervised: real tokens and supervised ones, counted by whoever made the batch (None: not counted), so that
+    nobody has to look at the tensors for it.
     """
 
     input_ids: Tensor
@@ -82,6 +84,16 @@ class TokenBatch(Payload):
     sample: Tensor
     epoch: int = 0
     progress: tuple[float, float] = (0.0, 0.0)
+    real: int | None = None
+    supervised: int | None = None
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """How large it is: rows, padded (tokens, padding included) and what was counted; without a look at the data."""
+        rows, length = self.input_ids.shape
+        counted = {"tokens": self.real, "supervised": self.supervised}
+        known = {name: float(count) for name, count in counted.items() if count is not None}
+        return {"rows": float(rows), "padded": float(rows * length), **known}
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,11 @@ class FeatureBatch(Payload):
 
     tokens: TokenBatch
     hidden: Tensor
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """Those of its tokens."""
+        return self.tokens.measures
 
 
 @dataclass(frozen=True)

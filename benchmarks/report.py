@@ -1,0 +1,109 @@
+"""One HTML page about compared topologies. It holds all it shows: no script runs and no request leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from benchmarks import figures
+from benchmarks.compare import Topology
+from benchmarks.figures import Panel
+from benchmarks.machine import described, record
+from dflash_pipe.forecast import Forecast
+from dflash_pipe.trace import Timeline
+
+__all__ = ["Findings", "panels", "rendered"]
+
+# The timelines show this many steps of the slowest topology, but no more work than a reader can tell apart.
+_STEPS, _SPANS = 3.1, 1500
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a comparison found, in words. headline: who is fastest. sameness: whether all computed alike. differences:
+    what was computed differently. heads, rows: the table; a cell is (text, small print). alone: each stage by itself,
+    heads first; empty if that was not measured."""
+
+    headline: str
+    sameness: str
+    differences: Sequence[str]
+    heads: Sequence[str]
+    rows: Sequence[Sequence[tuple[str, str]]]
+    alone: Sequence[Sequence[str]] = ()
+
+
+def rendered(topologies: Sequence[Topology], forecasts: Sequence[Forecast], findings: Findings) -> str:
+    """The page."""
+    shown, seconds = panels(topologies, forecasts)
+    first = topologies[0]
+    about = record()
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    words: dict[str, Any] = {
+        "title": f"Topologies compared: {', '.join(topology.name for topology in topologies)}",
+        **vars(findings),
+        "repeats": len(first.trials),
+        "warm_up": first.middle.profile.warm_up,
+        "profiled": first.name,
+        "key": shown[0].colours | {state: colour for state, colour in figures.WAITS.items()},
+        "timelines": Markup(figures.timelines(shown, seconds)),
+        "steps": Markup(figures.step_times(shown)),
+        "shares": Markup(figures.worker_shares(shown)),
+        "depths": Markup(figures.channel_depths(shown, seconds)),
+        "verdicts": {t.name: f.verdict for t, f in zip(topologies, forecasts, strict=True)},
+        "machine": described(),
+        "versions": versions,
+        "command": about["command"],
+    }
+    text = (files("benchmarks") / "report.html.j2").read_text()
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text).render(words)
+
+
+def panels(topologies: Sequence[Topology], forecasts: Sequence[Forecast]) -> tuple[list[Panel], float]:
+    """What the pictures show, and how many seconds of the timelines."""
+    ends = [_ends(topology.middle.timeline) for topology in topologies]
+    seconds = min(_STEPS * max(topology.middle.step for topology in topologies), *map(_length, topologies))
+    spans = sum(len(topology.middle.timeline.spans) / _length(topology) for topology in topologies) * seconds
+    seconds /= max(1.0, spans / _SPANS)
+    colours = figures.stage_colours(list(topologies[0].graph.stages))
+    shown = []
+    for topology, forecast, own in zip(topologies, forecasts, ends, strict=True):
+        trial = topology.middle
+        panel = Panel(
+            name=topology.name,
+            timeline=trial.timeline,
+            begin=_begin(trial.timeline, own, seconds),
+            ends=tuple(own.values()),
+            shares={w.name: (w.busy, w.starved, w.blocked) for w in trial.view.workers},
+            capacities={channel.name: channel.capacity for channel in trial.view.channels},
+            steps=tuple(each.step for each in topology.trials),
+            step=topology.step,
+            forecast=forecast.pace.step,
+            colours=colours,
+        )
+        shown.append(panel)
+    return shown, seconds
+
+
+def _ends(timeline: Timeline) -> dict[int, float]:
+    """Window -> when the last work on it ended, in order."""
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        ends[span.window] = max(span.end, ends.get(span.window, span.end))
+    return dict(sorted(ends.items()))
+
+
+def _length(topology: Topology) -> float:
+    spans = topology.middle.timeline.spans
+    return max(span.end for span in spans) - min(span.begin for span in spans)
+
+
+def _begin(timeline: Timeline, ends: dict[int, float], seconds: float) -> float:
+    """The end of the first window that counts and after which there are so many seconds; else as late as possible."""
+    last = max(ends.values())
+    fits = (end for window, end in ends.items() if window >= timeline.warm_up - 1 and end + seconds <= last)
+    return next(fits, last - seconds)

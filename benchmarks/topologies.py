@@ -1,0 +1,211 @@
+"""Which of several graphs is fastest, by how much and why, and whether all of them computed the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.compare import Topology, difference, loaded, on_devices_of, ratio, run_in_turns, source
+from benchmarks.interval import Estimate
+from benchmarks.machine import described, keep
+from benchmarks.report import Findings, rendered
+from dflash_pipe import BadInput
+from dflash_pipe.forecast import Forecast, Options, predict
+from dflash_pipe.forecast_table import duration
+from dflash_pipe.graph import Graph
+from stages.arrow_rows import ArrowRows
+
+__all__ = ["topologies"]
+
+# As `dflash-pipe run` sets it.
+_SWITCH_INTERVAL = 0.0005
+
+
+def topologies(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="GRAPH... [OVERLAY]... [KEY=VALUE]...", help="graphs, then what is laid over each"),
+    ],
+    steps: Annotated[int | None, typer.Option(help="optimizer steps in a run (as the graph says)", min=4)] = None,
+    repeat: Annotated[int, typer.Option(help="runs of each graph, in turns", min=1)] = 5,
+    same_devices: Annotated[
+        bool, typer.Option("--same-devices", help="all on the devices that the first uses")
+    ] = False,
+    rows: Annotated[int | None, typer.Option(help="rows to train on, for the ETA (epochs x rows of data.path)")] = None,
+    profile_stages: Annotated[
+        bool, typer.Option("--profile-stages", help="also each stage alone: its ceiling")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="write the HTML page to this file")] = None,
+    out: Annotated[Path | None, typer.Option(help="write topologies.json into this folder")] = None,
+) -> None:
+    """Run graphs of one dataflow in turns and compare them; exit 1 if they computed different things."""
+    graphs = loaded(arguments, steps)
+    if same_devices:
+        graphs = [on_devices_of(graphs[0], graph) for graph in graphs]
+    console = Console() if Console().is_terminal else Console(width=150)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    with console.status("running") as status:
+        compared = run_in_turns(graphs, repeat, status.update)
+        status.update("forecasting")
+        forecasts = _forecasts(compared, rows or _rows(graphs[0]))
+    differences = _differences(compared)
+    findings = _findings(compared, forecasts, differences)
+    _print(console, findings, compared, forecasts)
+    if report:
+        report.write_text(rendered(compared, forecasts, findings))
+        console.print(f"report: {report}", highlight=False)
+    if out:
+        console.print(
+            f"results: {keep(out, 'topologies', _figures(compared, forecasts, differences))}", highlight=False
+        )
+    if differences:
+        raise typer.Exit(1)
+
+
+# --- what was found
+
+
+def _forecasts(compared: Sequence[Topology], rows: int | None) -> list[Forecast]:
+    """Of every topology, from the one profile of the first."""
+    profile = compared[0].middle.profile
+    return [predict(topology.graph, profile, options=Options(rows=rows)) for topology in compared]
+
+
+def _rows(graph: Graph) -> int | None:
+    """Rows that the whole training reads: those of the source's file, times epochs; None if it has no file."""
+    parameters = {key: default for key, (_, default) in source(graph).signature.parameters.items()}
+    parameters |= source(graph).parameters
+    if not {"path", "epochs"} <= set(parameters) or parameters["epochs"] is None:
+        return None
+    return len(ArrowRows(parameters["path"])) * int(parameters["epochs"])
+
+
+def _differences(compared: Sequence[Topology]) -> list[str]:
+    """One line for each topology that did not compute what the first did, and for each that differs from itself."""
+    expected = compared[0].trials[0]
+    if not expected.digests and not expected.weights:
+        raise BadInput("no stage reports a digest or holds a state: nothing tells whether results are the same")
+    found = []
+    for topology in compared:
+        for number, trial in enumerate(topology.trials):
+            if said := difference(expected, trial):
+                found.append(f"{topology.name} differs from {compared[0].name} in run {number + 1}, first in {said}")
+                break
+    return found
+
+
+def _findings(compared: Sequence[Topology], forecasts: Sequence[Forecast], differences: Sequence[str]) -> Findings:
+    first = compared[0]
+    gains = {topology.name: ratio(topology, first) for topology in compared[1:]}
+    best = max(gains, key=lambda name: gains[name].median, default=None)
+    if best is None or gains[best].median <= 1.0:
+        headline = f"{first.name} is the fastest: {duration(first.step.median)} a step."
+    else:
+        sure = f" ({gains[best].range()})" if gains[best].range() else ""
+        headline = f"{best} is the fastest: {gains[best].median:.3g} times as fast as {first.name}{sure}."
+    steps = len(first.trials[0].digests)
+    count = f"All {sum(len(t.trials) for t in compared)} runs computed the same: "
+    same = f"{count}{steps} digests and the final weights are equal." if steps else f"{count}equal final weights."
+    sameness = "The topologies did NOT compute the same." if differences else same
+    rows = [_row(topology, forecast, first) for topology, forecast in zip(compared, forecasts, strict=True)]
+    heads = [head for number, head in enumerate(_HEADS) if any(row[number][0] != "-" for row in rows)]
+    kept = [[cell for cell, head in zip(row, _HEADS, strict=True) if head in heads] for row in rows]
+    return Findings(headline, sameness, differences, heads, kept)
+
+
+_HEADS = (
+    "topology",
+    "GPUs",
+    "step",
+    "times as fast",
+    "forecast",
+    "measured / forecast",
+    "rows/s",
+    "rows/s per GPU",
+    "supervised tokens/s",
+    "padding",
+    "all rows in",
+)
+
+
+def _row(topology: Topology, forecast: Forecast, first: Topology) -> list[tuple[str, str]]:
+    step, gain, rates = topology.step, ratio(topology, first), _rates(topology)
+    rows = rates.get("rows")
+    eta = forecast.eta and rows and forecast.rows_per_second and forecast.eta * forecast.rows_per_second / rows
+    return [
+        (topology.name, ""),
+        (str(topology.gpus) if topology.gpus else "-", ""),
+        (duration(step.median), _bracketed(step, 1.0 if step.median >= 1 else 1000.0)),
+        ("1" if topology is first else f"{gain.median:.3g}", "" if topology is first else _bracketed(gain)),
+        (duration(forecast.pace.step), ""),
+        (f"{step.median / forecast.pace.step:.1%}", ""),
+        (f"{rows:.4g}" if rows else "-", ""),
+        (f"{rows / topology.gpus:.4g}" if rows and topology.gpus else "-", ""),
+        (f"{rates['supervised']:.4g}" if "supervised" in rates else "-", ""),
+        (f"{1 - rates['tokens'] / rates['padded']:.1%}" if {"tokens", "padded"} <= set(rates) else "-", ""),
+        (duration(eta) if eta else "-", ""),
+    ]
+
+
+def _bracketed(value: Estimate, scale: float = 1.0) -> str:
+    return f"[{value.range(scale)}]" if value.range() else ""
+
+
+def _rates(topology: Topology) -> dict[str, float]:
+    """measure -> amount a second: what the messages held on average, and how many were computed a second."""
+    profile = topology.middle.profile
+    held: dict[str, float] = {}
+    for parts in profile.stages.values():
+        for samples in parts.values():
+            for name, values in samples.measures.items():
+                held.setdefault(name, float(np.mean(values)))
+    return {name: amount * profile.window / topology.step.median for name, amount in held.items()}
+
+
+# --- what is shown and kept
+
+
+def _print(console: Console, findings: Findings, compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for number, head in enumerate(findings.heads):
+        table.add_column(head, justify="left" if number == 0 else "right")
+    for row in findings.rows:
+        table.add_row(*(" ".join(filter(None, cell)).replace("[", "\\[") for cell in row))
+    console.print(described(), highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"\n{findings.headline}", highlight=False)
+    for topology, forecast in zip(compared, forecasts, strict=True):
+        console.print(f"{topology.name}: {forecast.verdict}", highlight=False, markup=False, soft_wrap=True)
+    for line in (findings.sameness, *findings.differences):
+        console.print(
+            line, highlight=False, markup=False, soft_wrap=True, style="bold red" if findings.differences else ""
+        )
+
+
+def _figures(compared: Sequence[Topology], forecasts: Sequence[Forecast], differences: Sequence[str]) -> dict[str, Any]:
+    def about(topology: Topology, forecast: Forecast) -> dict[str, Any]:
+        return {
+            "files": topology.graph.files,
+            "window": topology.graph.window,
+            "gpus": topology.gpus,
+            "parameters": {name: stage.parameters for name, stage in topology.graph.stages.items()},
+            "step_seconds": [trial.step for trial in topology.trials],
+            "step": vars(topology.step),
+            "times_as_fast": vars(ratio(topology, compared[0])),
+            "a_second": _rates(topology),
+            "forecast_seconds": forecast.pace.step,
+            "verdict": forecast.verdict,
+            "workers": {w.name: [w.busy, w.starved, w.blocked] for w in topology.middle.view.workers},
+            "digests": topology.trials[0].digests,
+            "weights": topology.trials[0].weights,
+        }
+
+    each = {t.name: about(t, f) for t, f in zip(compared, forecasts, strict=True)}
+    return {"repeats": len(compared[0].trials), "same": not differences, "differences": differences, "topologies": each}
