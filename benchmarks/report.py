@@ -26,14 +26,15 @@ _STEPS, _SPANS = 3.1, 1500
 @dataclass(frozen=True)
 class Findings:
     """What a comparison found, in words. headline: who is fastest. sameness: whether all computed alike. differences:
-    what was computed differently. heads, rows: the table; a cell is (text, small print). alone: each stage by itself,
-    heads first; empty if that was not measured."""
+    what was computed differently. heads, rows: the table; a cell is (text, small print). verdicts: of each topology. alone:
+    each stage by itself, heads first; empty if that was not measured."""
 
     headline: str
     sameness: str
     differences: Sequence[str]
     heads: Sequence[str]
     rows: Sequence[Sequence[tuple[str, str]]]
+    verdicts: dict[str, str]
     alone: Sequence[Sequence[str]] = ()
 
 
@@ -54,7 +55,6 @@ def rendered(topologies: Sequence[Topology], forecasts: Sequence[Forecast], find
         "steps": Markup(figures.step_times(shown)),
         "shares": Markup(figures.worker_shares(shown)),
         "depths": Markup(figures.channel_depths(shown, seconds)),
-        "verdicts": {t.name: f.verdict for t, f in zip(topologies, forecasts, strict=True)},
         "machine": described(),
         "versions": versions,
         "command": about["command"],

@@ -26,6 +26,8 @@ __all__ = ["topologies"]
 
 # As `dflash-pipe run` sets it.
 _SWITCH_INTERVAL = 0.0005
+# A forecast that misses what was measured by more than this has nothing to advise.
+_TRUSTED = 0.10
 
 
 def topologies(
@@ -57,7 +59,7 @@ def topologies(
         forecasts = _forecasts(compared, rows or _rows(graphs[0]))
     differences = _differences(compared)
     findings = _findings(compared, forecasts, differences)
-    _print(console, findings, compared, forecasts)
+    _print(console, findings)
     if report:
         report.write_text(rendered(compared, forecasts, findings))
         console.print(f"report: {report}", highlight=False)
@@ -117,7 +119,7 @@ def _findings(compared: Sequence[Topology], forecasts: Sequence[Forecast], diffe
     rows = [_row(topology, forecast, first) for topology, forecast in zip(compared, forecasts, strict=True)]
     heads = [head for number, head in enumerate(_HEADS) if any(row[number][0] != "-" for row in rows)]
     kept = [[cell for cell, head in zip(row, _HEADS, strict=True) if head in heads] for row in rows]
-    return Findings(headline, sameness, differences, heads, kept)
+    return Findings(headline, sameness, differences, heads, kept, _verdicts(compared, forecasts))
 
 
 _HEADS = (
@@ -146,12 +148,16 @@ def _row(topology: Topology, forecast: Forecast, first: Topology) -> list[tuple[
         ("1" if topology is first else f"{gain.median:.3g}", "" if topology is first else _bracketed(gain)),
         (duration(forecast.pace.step), ""),
         (f"{step.median / forecast.pace.step:.1%}", ""),
-        (f"{rows:.4g}" if rows else "-", ""),
-        (f"{rows / topology.gpus:.4g}" if rows and topology.gpus else "-", ""),
-        (f"{rates['supervised']:.4g}" if "supervised" in rates else "-", ""),
+        (_number(rows) if rows else "-", ""),
+        (_number(rows / topology.gpus) if rows and topology.gpus else "-", ""),
+        (_number(rates["supervised"]) if "supervised" in rates else "-", ""),
         (f"{1 - rates['tokens'] / rates['padded']:.1%}" if {"tokens", "padded"} <= set(rates) else "-", ""),
         (duration(eta) if eta else "-", ""),
     ]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _bracketed(value: Estimate, scale: float = 1.0) -> str:
@@ -169,10 +175,30 @@ def _rates(topology: Topology) -> dict[str, float]:
     return {name: amount * profile.window / topology.step.median for name, amount in held.items()}
 
 
+def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> dict[str, str]:
+    """What each forecast says of its topology, where it was right; else by how much not, and whether a shared processor
+    explains it."""
+    profile = compared[0].middle.profile
+    said = {}
+    for topology, forecast in zip(compared, forecasts, strict=True):
+        off = topology.step.median / forecast.pace.step
+        said[topology.name] = forecast.verdict
+        if off > 1 + _TRUSTED:
+            together = dict.fromkeys(topology.graph.stages, "one processor")
+            shared = predict(topology.graph, profile, options=Options(together=together, changes=False)).pace.step
+            said[topology.name] = (
+                f"takes {off:.2f} times its forecast, so what that advises is left out; if no two stages ever computed "
+                f"at the same time (one interpreter, or too few cores), it would be {duration(shared)} a step"
+            )
+        elif off < 1 - _TRUSTED:
+            said[topology.name] = f"takes only {off:.2f} times its forecast, so what that advises is left out"
+    return said
+
+
 # --- what is shown and kept
 
 
-def _print(console: Console, findings: Findings, compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> None:
+def _print(console: Console, findings: Findings) -> None:
     table = Table(box=None, pad_edge=False)
     for number, head in enumerate(findings.heads):
         table.add_column(head, justify="left" if number == 0 else "right")
@@ -181,8 +207,8 @@ def _print(console: Console, findings: Findings, compared: Sequence[Topology], f
     console.print(described(), highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"\n{findings.headline}", highlight=False)
-    for topology, forecast in zip(compared, forecasts, strict=True):
-        console.print(f"{topology.name}: {forecast.verdict}", highlight=False, markup=False, soft_wrap=True)
+    for name, verdict in findings.verdicts.items():
+        console.print(f"{name}: {verdict}", highlight=False, markup=False, soft_wrap=True)
     for line in (findings.sameness, *findings.differences):
         console.print(
             line, highlight=False, markup=False, soft_wrap=True, style="bold red" if findings.differences else ""

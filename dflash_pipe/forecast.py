@@ -37,12 +37,13 @@ _WORTH = 1.02
 class Options:
     """rows: in the data set, times epochs, for the ETA. seed: of the drawn times. together: stage -> name; stages with
     one name never compute at the same time (one GPU, or one interpreter); workers on one GPU have one name already.
-    changes: whether the usual changes are tried."""
+    changes: whether the usual changes are tried. windows: how many to simulate (None: enough for 1 %)."""
 
     rows: int | None = None
     seed: int = 0
     together: Mapping[str, str] | None = None
     changes: bool = True
+    windows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ class _Prediction:
         plan = lay_out(graph)
         exclusive = self._exclusive(plan)
         stations = sum(len(worker.stations) for worker in plan.workers)
-        windows = max(60, min(400, _FIRINGS // (graph.window * stations)))
-        skip = windows // 6
+        windows = self.options.windows or max(60, min(400, _FIRINGS // (graph.window * stations)))
+        skip = max(2, windows // 6)
         if self.varies:
             times = drawn_times(profile, plan, windows=windows + skip, seed=self.options.seed)
         else:

@@ -1,0 +1,218 @@
+"""Every way to split a number of GPUs among the workers of a graph, forecast and ranked; the best one as a graph file.
+
+A worker gets GPUs of its own, one for each replica, if it works on every message and is not the source. The source
+stays on the CPU; whoever works once a window (the optimizer) shares the first GPU of the worker that it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dflash_pipe.check import check
+from dflash_pipe.errors import BadInput
+from dflash_pipe.forecast import Forecast, Options, predict
+from dflash_pipe.forecast_table import duration
+from dflash_pipe.graph import Graph, WorkerSpec
+from dflash_pipe.located import dumps
+from dflash_pipe.plan import plan, rate
+from dflash_pipe.profile import Profile
+
+__all__ = ["Split", "ranked", "splits_table", "written"]
+
+_TAKES: tuple[Literal["first_free"], Literal["round_robin"]] = ("first_free", "round_robin")
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Split:
+    """replicas: of each worker that has GPUs of its own. memory: bytes that the fullest GPU needs at most, None if that
+    is not known. forecast: None if it cannot be; the refusal says why."""
+
+    replicas: dict[str, int]
+    graph: Graph
+    memory: int | None
+    forecast: Forecast | None
+    refusal: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{worker} x{count}" for worker, count in self.replicas.items())
+
+
+def ranked(graph: Graph, profile: Profile, gpus: int, options: Options) -> list[Split]:
+    """All splits of `gpus` GPUs, the fastest first, those that cannot be at the end.
+
+    Raises BadInput if the graph has no workers to split them among, or the profile does not fit.
+    """
+    if gpus < 1:
+        raise BadInput(f"--gpus is {gpus}, expected at least 1", "command line")
+    options = replace(options, changes=False)
+    splits = []
+    for counts in _counts(_on_gpus(graph), gpus):
+        laid_out = graph
+        try:
+            laid_out = _placed(graph, counts, gpus)
+            memory = _memory(laid_out, profile)
+            forecast = predict(laid_out, profile, options=options)
+        except (BadInput, ValueError) as error:
+            splits.append(Split(counts, laid_out, None, None, getattr(error, "message", str(error))))
+        else:
+            if forecast.refusal:
+                raise BadInput(forecast.refusal)
+            splits.append(Split(counts, laid_out, memory, forecast))
+    return sorted(splits, key=lambda s: s.forecast.pace.step if s.forecast else float("inf"))
+
+
+def written(split: Split) -> str:
+    """The split as the YAML text of a whole graph."""
+    resolved = deepcopy(split.graph.resolved)
+    for worker in split.graph.workers.values():
+        keys = resolved["workers"][worker.name]
+        names = {stage: list(devices) for stage, devices in worker.device.items()}
+        keys |= {"replicas": worker.replicas, "take": worker.take, "device": names}
+    return dumps(resolved)
+
+
+# --- laying out -------------------------------------------------------------------------------------------------------
+
+
+def _on_gpus(graph: Graph) -> list[str]:
+    """Workers that get GPUs of their own."""
+    found = []
+    for worker in graph.workers.values():
+        source = any(graph.stages[stage].signature.source for stage in worker.stages)
+        if not source and any(rate(graph, stage) == "message" for stage in worker.stages):
+            found.append(worker.name)
+    if not found:
+        raise BadInput(
+            "no worker to split GPUs among: every stage shares a worker with the source "
+            "(expected a graph with workers of their own, such as graphs/overlapped.yaml)",
+            "command line",
+        )
+    return found
+
+
+def _counts(workers: Sequence[str], gpus: int) -> Iterator[dict[str, int]]:
+    """Every way to give each worker at least one GPU; a single GPU is shared by all."""
+    if gpus == 1:
+        yield dict.fromkeys(workers, 1)
+    elif gpus < len(workers):
+        raise BadInput(f"--gpus is {gpus}, expected 1 or at least {len(workers)} ({', '.join(workers)})", "command line")
+    else:
+        yield from _parts(workers, gpus)
+
+
+def _parts(workers: Sequence[str], gpus: int) -> Iterator[dict[str, int]]:
+    first, *rest = workers
+    if not rest:
+        yield {first: gpus}
+        return
+    for count in range(gpus - len(rest), 0, -1):
+        yield from ({first: count, **others} for others in _parts(rest, gpus - count))
+
+
+def _placed(graph: Graph, counts: Mapping[str, int], gpus: int) -> Graph:
+    """The graph with so many replicas, on GPUs in order. Raises BadInput or ValueError if its laws refuse that."""
+    names = [f"cuda:{number}" for number in range(gpus)]
+    given: dict[str, list[str]] = {}
+    for worker, count in counts.items():
+        given[worker] = names[:count] if gpus == 1 else [names.pop(0) for _ in range(count)]
+    workers = {}
+    for worker in graph.workers.values():
+        if worker.name in given:
+            on = given[worker.name]
+            workers[worker.name] = _laid_out(graph, worker, on)
+        else:
+            source = any(graph.stages[stage].signature.source for stage in worker.stages)
+            device = "cpu" if source else given[_partner(graph, worker, given)][0]
+            workers[worker.name] = replace(worker, device=dict.fromkeys(worker.stages, (device,) * worker.replicas))
+    placed = replace(graph, workers=workers)
+    check(placed)
+    plan(placed)
+    return placed
+
+
+def _laid_out(graph: Graph, worker: WorkerSpec, on: Sequence[str]) -> WorkerSpec:
+    """A replica on each device; takes as the graph says, or else as its laws allow."""
+    for stage in worker.stages:
+        graph.stages[stage].build().check(len(on))
+    device = dict.fromkeys(worker.stages, tuple(on))
+    ways = [replace(worker, replicas=len(on), device=device, take=take) for take in (worker.take, *_TAKES)]
+    return next((way for way in ways if _allowed(graph, way)), ways[0])
+
+
+def _allowed(graph: Graph, worker: WorkerSpec) -> bool:
+    try:
+        changed = replace(graph, workers={**graph.workers, worker.name: worker})
+        check(changed)
+        plan(changed)
+    except BadInput:
+        return False
+    return True
+
+
+def _partner(graph: Graph, worker: WorkerSpec, given: Mapping[str, Sequence[str]]) -> str:
+    """The last worker with GPUs that it has a channel with, or the last one at all."""
+    place = {stage: w.name for w in graph.workers.values() for stage in w.stages}
+    partner = list(given)[-1]
+    for channel in graph.channels.values():
+        ends = {place[channel.sender], *(place[to.stage] for to in channel.receivers)}
+        if worker.name in ends:
+            partner = next((name for name in reversed(list(given)) if name in ends), partner)
+    return partner
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _memory(graph: Graph, profile: Profile) -> int | None:
+    """Bytes that the fullest GPU needs, at most: what the GPUs held on which its stages ran in the profile.
+
+    None if the profile does not know one of them. Raises BadInput if it does not fit.
+    """
+    held: dict[str, set[str]] = {}
+    for worker in graph.workers.values():
+        for stage, devices in worker.device.items():
+            ran = {device for device, memory in profile.memory.items() if stage in memory.stages}
+            for device in devices:
+                if device == "cpu":
+                    continue
+                if not ran:
+                    return None
+                held.setdefault(device, set()).update(ran)
+    most = max((sum(profile.memory[device].peak for device in ran) for ran in held.values()), default=0)
+    room = min(memory.total for memory in profile.memory.values())
+    if most > room:
+        raise BadInput(f"a GPU would need up to {most / _GIB:.1f} GiB, it has {room / _GIB:.1f} GiB")
+    return most
+
+
+# --- on a terminal ----------------------------------------------------------------------------------------------------
+
+
+def splits_table(splits: Sequence[Split]) -> RenderableType:
+    """The ranking, for `rich.console.Console.print`."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("split", "step", "rate", "memory", "critical cycle"):
+        table.add_column(name, justify="right" if name in ("step", "rate", "memory") else "left", overflow="fold")
+    for split in splits:
+        if split.forecast is None:
+            table.add_row(str(split), "-", "-", "-", split.refusal)
+            continue
+        rows, messages = split.forecast.rows_per_second, split.forecast.messages_per_second
+        rate_shown = f"{messages:.4g} messages/s" if rows is None else f"{rows:.4g} rows/s"
+        memory = "?" if split.memory is None else f"{split.memory / _GIB:.1f} GiB"
+        pace = split.forecast.pace
+        table.add_row(str(split), duration(pace.step), rate_shown, memory, str(pace.cycle))
+    parts: list[RenderableType] = [table]
+    if any(split.forecast and split.memory is None for split in splits):
+        parts.append(Text("the profile has no memory estimate, so whether these fit in memory is not known"))
+    if etas := [split.forecast.eta for split in splits if split.forecast and split.forecast.eta]:
+        parts.append(Text(f"all rows in {duration(etas[0])} with the first"))
+    return Group(*parts)

@@ -1,0 +1,27 @@
+"""The suite runs on the CPU, whatever the machine has, so that it tests the same everywhere; `-m gpu` runs on GPUs.
+
+The two never share a process: which kernels a Gated DeltaNet target runs is decided once for a process.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("markexpr") == "gpu":
+        import torch
+
+        reason = "" if torch.cuda.is_available() else "this machine has no CUDA device"
+    else:
+        reason = "on a GPU: pytest -m gpu"
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,42 @@
+"""On a GPU too, every topology computes the same bits, and float32 there is what it is on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.training import TINY, Trained, train, write_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # compilers and kernel packages warn of what is not ours
+]
+FLOAT32 = ("target.dtype=float32", "drafter.dtype=float32")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.arrow", vocabulary=300)
+
+
+def trained(topology: str, target: str, rows: Path, folder: Path, *overrides: str) -> Trained:
+    return train([topology, f"targets/{target}"], [f"data.path={rows}", *TINY, *overrides], folder)
+
+
+@pytest.mark.parametrize("target", ["tiny_llama", "tiny_qwen3", "tiny_qwen3_5"])
+def test_every_topology_computes_the_same_bits(target: str, rows: Path, tmp_path: Path) -> None:
+    expected = trained("sequential", target, rows, tmp_path / "sequential")
+    assert len(expected.digests) >= 3
+    for topology in ("overlapped", "parallel_target", "data_parallel"):
+        got = trained(topology, target, rows, tmp_path / topology)
+        assert got.digests == expected.digests, topology
+        assert got.weights == expected.weights, topology
+
+
+def test_float32_is_what_it_is_on_the_cpu(rows: Path, tmp_path: Path) -> None:
+    on_cpu = [f"{worker}.device=cpu" for worker in ("loader", "workers.target", "workers.drafter", "optim")]
+    cpu = trained("overlapped", "tiny_llama", rows, tmp_path / "cpu", *FLOAT32, *on_cpu)
+    gpu = trained("overlapped", "tiny_llama", rows, tmp_path / "gpu", *FLOAT32)
+    assert gpu.losses == pytest.approx(cpu.losses, rel=1e-4)
