@@ -18,7 +18,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed (make setup PYTHON=python3.12)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) --constraint constraints.txt --editable '.[demo,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[bench,demo,dev]'
 	$(PIP) --no-deps $(DEMO_PACKAGES)
 	@touch $@
 

@@ -27,7 +27,18 @@ from dflash_pipe.snapshot import read as read_snapshot
 from dflash_pipe.stats import View
 from dflash_pipe.trace import Timeline
 
-__all__ = ["Topology", "Trial", "difference", "loaded", "on_devices_of", "ratio", "run", "run_in_turns", "source"]
+__all__ = [
+    "Findings",
+    "Topology",
+    "Trial",
+    "difference",
+    "loaded",
+    "on_devices_of",
+    "ratio",
+    "run",
+    "run_in_turns",
+    "source",
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,31 @@ class Topology:
     def gpus(self) -> int:
         """How many GPUs it computes on."""
         return len({name for worker in self.graph.workers.values() for name in _devices(worker.device)} - {"cpu"})
+
+    @property
+    def ahead(self) -> int:
+        """How many messages may have been worked on, beyond reading them, ahead of the work that ends a step."""
+        first = source(self.graph).name
+        rooms = [c for c in self.graph.channels.values() if c.per == "message" and c.sender != first]
+        spread = {r.channel.name for r in plan(self.graph).routes if r.kind != "local"}
+        busy = sum(worker.replicas for worker in self.graph.workers.values() if first not in worker.stages)
+        return sum(c.capacity.items for c in rooms if c.name in spread) + (busy if spread else 0)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a comparison found, in words. headline: who is fastest. sameness: whether all computed alike. differences:
+    what was computed differently. heads, rows: the table; a cell is (text, small print). verdicts: of each topology.
+    remarks: what makes a figure doubtful. alone: each stage by itself, heads first; empty if that was not measured."""
+
+    headline: str
+    sameness: str
+    differences: Sequence[str]
+    heads: Sequence[str]
+    rows: Sequence[Sequence[tuple[str, str]]]
+    verdicts: dict[str, str]
+    remarks: Sequence[str]
+    alone: Sequence[Sequence[str]] = ()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

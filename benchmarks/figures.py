@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -276,6 +277,7 @@ def _figure(name: str, height: float) -> Iterator[tuple[Figure, Callable[[], str
         def done() -> str:
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-            return text.getvalue()[text.getvalue().index("<svg") :]
+            svg = text.getvalue()[text.getvalue().index("<svg") :]
+            return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
 
         yield figure, done

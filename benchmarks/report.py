@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -11,31 +10,16 @@ import jinja2
 from markupsafe import Markup
 
 from benchmarks import figures
-from benchmarks.compare import Topology
+from benchmarks.compare import Findings, Topology
 from benchmarks.figures import Panel
 from benchmarks.machine import described, record
 from dflash_pipe.forecast import Forecast
 from dflash_pipe.trace import Timeline
 
-__all__ = ["Findings", "panels", "rendered"]
+__all__ = ["panels", "rendered"]
 
 # The timelines show this many steps of the slowest topology, but no more work than a reader can tell apart.
 _STEPS, _SPANS = 3.1, 1500
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a comparison found, in words. headline: who is fastest. sameness: whether all computed alike. differences:
-    what was computed differently. heads, rows: the table; a cell is (text, small print). verdicts: of each topology. alone:
-    each stage by itself, heads first; empty if that was not measured."""
-
-    headline: str
-    sameness: str
-    differences: Sequence[str]
-    heads: Sequence[str]
-    rows: Sequence[Sequence[tuple[str, str]]]
-    verdicts: dict[str, str]
-    alone: Sequence[Sequence[str]] = ()
 
 
 def rendered(topologies: Sequence[Topology], forecasts: Sequence[Forecast], findings: Findings) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare import Topology, difference, loaded, on_devices_of, ratio, run_in_turns, source
+from benchmarks.alone import alone
+from benchmarks.compare import Findings, Topology, difference, loaded, on_devices_of, ratio, run_in_turns, source
 from benchmarks.interval import Estimate
 from benchmarks.machine import described, keep
-from benchmarks.report import Findings, rendered
 from dflash_pipe import BadInput
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration
@@ -26,6 +28,8 @@ __all__ = ["topologies"]
 
 # As `dflash-pipe run` sets it.
 _SWITCH_INTERVAL = 0.0005
+# So many times the messages that are worked on ahead have to be measured; a step as forecast needs no doubt.
+_MANY, _CLOSE = 5, 0.05
 # A forecast that misses what was measured by more than this has nothing to advise.
 _TRUSTED = 0.10
 
@@ -48,6 +52,8 @@ def topologies(
     out: Annotated[Path | None, typer.Option(help="write topologies.json into this folder")] = None,
 ) -> None:
     """Run graphs of one dataflow in turns and compare them; exit 1 if they computed different things."""
+    if report and not importlib.util.find_spec("matplotlib"):
+        raise BadInput("--report needs matplotlib: pip install 'dflash-pipe[bench]'", "command line")
     graphs = loaded(arguments, steps)
     if same_devices:
         graphs = [on_devices_of(graphs[0], graph) for graph in graphs]
@@ -55,12 +61,15 @@ def topologies(
     sys.setswitchinterval(_SWITCH_INTERVAL)
     with console.status("running") as status:
         compared = run_in_turns(graphs, repeat, status.update)
+        ceilings = _alone(compared[0]) if profile_stages else ()
         status.update("forecasting")
         forecasts = _forecasts(compared, rows or _rows(graphs[0]))
     differences = _differences(compared)
-    findings = _findings(compared, forecasts, differences)
+    findings = replace(_findings(compared, forecasts, differences), alone=ceilings)
     _print(console, findings)
     if report:
+        from benchmarks.report import rendered  # it needs what only a report needs
+
         report.write_text(rendered(compared, forecasts, findings))
         console.print(f"report: {report}", highlight=False)
     if out:
@@ -119,7 +128,9 @@ def _findings(compared: Sequence[Topology], forecasts: Sequence[Forecast], diffe
     rows = [_row(topology, forecast, first) for topology, forecast in zip(compared, forecasts, strict=True)]
     heads = [head for number, head in enumerate(_HEADS) if any(row[number][0] != "-" for row in rows)]
     kept = [[cell for cell, head in zip(row, _HEADS, strict=True) if head in heads] for row in rows]
-    return Findings(headline, sameness, differences, heads, kept, _verdicts(compared, forecasts))
+    return Findings(
+        headline, sameness, differences, heads, kept, _verdicts(compared, forecasts), _remarks(compared, forecasts)
+    )
 
 
 _HEADS = (
@@ -175,6 +186,19 @@ def _rates(topology: Topology) -> dict[str, float]:
     return {name: amount * profile.window / topology.step.median for name, amount in held.items()}
 
 
+def _remarks(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> list[str]:
+    """One line for each topology that is not as forecast, and was measured over too few messages to be sure of it."""
+    found = []
+    for topology, forecast in zip(compared, forecasts, strict=True):
+        ahead, measured = topology.ahead, topology.middle.profile.steps.count * topology.graph.window
+        if measured < _MANY * ahead and abs(topology.step.median / forecast.pace.step - 1) > _CLOSE:
+            found.append(
+                f"{topology.name} was measured over {measured} messages, and up to {ahead} may have been worked on "
+                "before that: it may look faster than it is (more --steps)"
+            )
+    return found
+
+
 def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> dict[str, str]:
     """What each forecast says of its topology, where it was right; else by how much not, and whether a shared processor
     explains it."""
@@ -184,15 +208,27 @@ def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> di
         off = topology.step.median / forecast.pace.step
         said[topology.name] = forecast.verdict
         if off > 1 + _TRUSTED:
+            said[topology.name] = f"takes {off:.2f} times its forecast, so what that advises is left out"
             together = dict.fromkeys(topology.graph.stages, "one processor")
             shared = predict(topology.graph, profile, options=Options(together=together, changes=False)).pace.step
-            said[topology.name] = (
-                f"takes {off:.2f} times its forecast, so what that advises is left out; if no two stages ever computed "
-                f"at the same time (one interpreter, or too few cores), it would be {duration(shared)} a step"
-            )
+            if shared > 1.05 * forecast.pace.step:
+                said[topology.name] += (
+                    "; if no two stages ever computed at the same time (one interpreter, or too few cores), "
+                    f"it would be {duration(shared)} a step"
+                )
         elif off < 1 - _TRUSTED:
             said[topology.name] = f"takes only {off:.2f} times its forecast, so what that advises is left out"
     return said
+
+
+def _alone(first: Topology) -> list[tuple[str, ...]]:
+    """Each stage by itself, beside what it took in the first topology; heads first."""
+    seen = first.middle.profile
+    lines: list[tuple[str, ...]] = [("stage", "alone, a step", f"in {first.name}", "most steps/s")]
+    for stage, seconds in alone(first.graph).items():
+        spent = sum(samples.total for samples in seen.stages[stage].values()) / seen.steps.count
+        lines.append((stage, duration(seconds), duration(spent), _number(1 / seconds) if seconds > 1e-6 else "-"))
+    return lines
 
 
 # --- what is shown and kept
@@ -206,9 +242,16 @@ def _print(console: Console, findings: Findings) -> None:
         table.add_row(*(" ".join(filter(None, cell)).replace("[", "\\[") for cell in row))
     console.print(described(), highlight=False, soft_wrap=True)
     console.print(table)
+    if findings.alone:
+        ceilings = Table(*findings.alone[0], box=None, pad_edge=False)
+        for line in findings.alone[1:]:
+            ceilings.add_row(*line)
+        console.print("", ceilings)
     console.print(f"\n{findings.headline}", highlight=False)
     for name, verdict in findings.verdicts.items():
         console.print(f"{name}: {verdict}", highlight=False, markup=False, soft_wrap=True)
+    for line in findings.remarks:
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     for line in (findings.sameness, *findings.differences):
         console.print(
             line, highlight=False, markup=False, soft_wrap=True, style="bold red" if findings.differences else ""

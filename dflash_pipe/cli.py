@@ -1,4 +1,4 @@
-"""The command `dflash-pipe`: run, plan or check a graph.
+"""The command `dflash-pipe`: run, plan, check or predict a graph.
 
 Exit codes: 0 done, 1 a stage failed, 2 bad input (one line says what), 130 / 143 stopped by SIGINT / SIGTERM.
 """
@@ -20,15 +20,23 @@ import typer
 from rich.console import Console
 
 from dflash_pipe.check import check as check_graph
+from dflash_pipe.closing import closing_lines
 from dflash_pipe.display import Display
 from dflash_pipe.errors import BadInput
+from dflash_pipe.forecast import Options
+from dflash_pipe.forecast import predict as forecast
+from dflash_pipe.forecast_table import rendered
 from dflash_pipe.graph import Graph, dump, load
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
+from dflash_pipe.profile import load as load_profile
+from dflash_pipe.profile import save as save_profile
 from dflash_pipe.run_folder import RunFolder, fresh
 from dflash_pipe.runtime import Result, Run
 from dflash_pipe.snapshot import Snapshot, has_snapshot, newest
 from dflash_pipe.snapshot import read as read_snapshot
+from dflash_pipe.splits import ranked, splits_table, written
+from dflash_pipe.trace import write_chrome
 
 __all__ = ["app", "execute", "failures_to_exit_codes", "main", "opened"]
 
@@ -50,8 +58,11 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="go on after the newest snapshot of this run folder")] = None,
     runs: Annotated[Path, typer.Option(help="where run folders are made")] = Path("runs"),
     plain: Annotated[bool, typer.Option("--plain", help="plain progress lines instead of the live view")] = False,
+    trace: Annotated[Path | None, typer.Option(help="write a timeline for ui.perfetto.dev to this file")] = None,
 ) -> None:
     """Run a graph to its end. With --resume and no FILE, the graph is the one in the run folder."""
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise BadInput(f"--trace: there is no folder {trace.absolute().parent}", "command line")
     restored = read_snapshot(newest(resume)) if resume else None
     arguments = graphs or []
     graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not _files(arguments) else arguments)
@@ -59,7 +70,7 @@ def run(
     folder = resume or fresh(runs, graph.name, chosen=chosen)
     console = Console(force_terminal=False) if plain else Console()
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    result = execute(graph, folder, restored, console=console, signals=True)
+    result = execute(graph, folder, restored, console=console, signals=True, trace=trace)
     if result.stopped:
         _leave(128 + result.stopped)
     _leave(0)
@@ -80,6 +91,37 @@ def check(graphs: Graphs = None) -> None:
     """Check a graph without running anything."""
     graph = opened(graphs or [])
     print(f"{', '.join(graph.files)}: {len(graph.stages)} stages on {len(lay_out(graph).workers)} workers, all sound")
+
+
+@app.command()
+def predict(
+    profile: Annotated[Path, typer.Option(help="profile.json of a run of the same dataflow")],
+    graphs: Graphs = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option(metavar="CHANGE", help='"key=value ..." or a graph file; may be repeated')
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="rank every split of so many GPUs among the workers")] = None,
+    rows: Annotated[int | None, typer.Option(help="rows in the data set, times epochs, for the ETA")] = None,
+    write: Annotated[Path | None, typer.Option(help="with --gpus: write the best split as a graph file")] = None,
+) -> None:
+    """Say how long a step of a graph will take, what decides that, and what changes would bring."""
+    if gpus is None and write is not None:
+        raise BadInput("--write needs --gpus", "command line")
+    if gpus is not None and what_if:
+        raise BadInput("--gpus and --what-if ask for different tables: give one of them", "command line")
+    graph, measured, options = opened(graphs or []), load_profile(profile), Options(rows=rows)
+    if rows is not None and not any("rows" in s.measures for parts in measured.stages.values() for s in parts.values()):
+        raise BadInput("--rows: the profile measures no rows, so there is no ETA", str(profile))
+    if gpus is None:
+        Console().print(rendered(forecast(graph, measured, what_if or [], options)), highlight=False)
+        return
+    splits = ranked(graph, measured, gpus, options)
+    Console().print(splits_table(splits), highlight=False)
+    if write is not None:
+        if splits[0].forecast is None:
+            raise BadInput(f"no split of {gpus} GPUs is possible: {splits[0].refusal}", "command line")
+        write.write_text(written(splits[0]))
+        print(f"written: {write} ({splits[0]})")
 
 
 def opened(arguments: list[str]) -> Graph:
@@ -105,10 +147,11 @@ def execute(
     console: Console,
     signals: bool = False,
     seconds: float | None = None,
+    trace: Path | None = None,
 ) -> Result:
     """Run a checked graph in its folder with a view on `console`; log how it ends. Raises what the run raises.
 
-    seconds: the source ends at the first window after so long, as on a signal.
+    seconds: the source ends at the first window after so long, as on a signal. trace: file for the timeline.
     """
     with RunFolder(folder) as opened_folder:
         running = Run(lay_out(graph), folder, restored)
@@ -124,7 +167,11 @@ def execute(
             for line in (f"failed; the log is in {folder / 'log.txt'}", *_resume_line(folder)):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             raise
-        for line in _closing_lines(result, folder):
+        if result.profile is not None:
+            save_profile(result.profile, folder / "profile.json")
+        if result.timeline is not None and trace is not None:
+            write_chrome(result.timeline, trace)
+        for line in (*closing_lines(graph, result.profile, result.unmeasured), *_closing_lines(result, folder)):
             opened_folder.log(line)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return result

@@ -174,6 +174,10 @@ class _Prediction:
         """The profile with its samples resized to what the graph's parameters make of the messages."""
         factors, remarks = resizing(self.profiled, graph)
         stages = dict(self.profile.stages)
+        for stage, own in factors.items():
+            known = {measure for samples in stages.get(stage, {}).values() for measure in samples.measures}
+            for measure in sorted(own.keys() - known - {"*"}):
+                remarks.append(f"{stage}: {measure} was not measured in the profile, so its effect is not known")
         everywhere = next((own["*"] for own in factors.values() if "*" in own), 1.0)
         for stage, parts in stages.items():
             for part, samples in parts.items():

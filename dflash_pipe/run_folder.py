@@ -3,6 +3,7 @@
 graph.yaml      the graph as it ran: files, overlays and overrides merged
 metrics.jsonl   one line for each report of a stage, with the time
 log.txt         what was run when, how it ended, tracebacks
+profile.json    what the run measured of itself, see dflash_pipe.profile; at the end
 snapshots/      see dflash_pipe.snapshot
 """
 

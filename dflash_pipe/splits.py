@@ -15,13 +15,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dflash_pipe.check import check
+from dflash_pipe.check import check, rate
 from dflash_pipe.errors import BadInput
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration
 from dflash_pipe.graph import Graph, WorkerSpec
 from dflash_pipe.located import dumps
-from dflash_pipe.plan import plan, rate
+from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
 
 __all__ = ["Split", "ranked", "splits_table", "written"]
@@ -103,7 +103,9 @@ def _counts(workers: Sequence[str], gpus: int) -> Iterator[dict[str, int]]:
     if gpus == 1:
         yield dict.fromkeys(workers, 1)
     elif gpus < len(workers):
-        raise BadInput(f"--gpus is {gpus}, expected 1 or at least {len(workers)} ({', '.join(workers)})", "command line")
+        raise BadInput(
+            f"--gpus is {gpus}, expected 1 or at least {len(workers)} ({', '.join(workers)})", "command line"
+        )
     else:
         yield from _parts(workers, gpus)
 
@@ -121,13 +123,12 @@ def _placed(graph: Graph, counts: Mapping[str, int], gpus: int) -> Graph:
     """The graph with so many replicas, on GPUs in order. Raises BadInput or ValueError if its laws refuse that."""
     names = [f"cuda:{number}" for number in range(gpus)]
     given: dict[str, list[str]] = {}
-    for worker, count in counts.items():
-        given[worker] = names[:count] if gpus == 1 else [names.pop(0) for _ in range(count)]
+    for name, count in counts.items():
+        given[name] = names[:count] if gpus == 1 else [names.pop(0) for _ in range(count)]
     workers = {}
     for worker in graph.workers.values():
         if worker.name in given:
-            on = given[worker.name]
-            workers[worker.name] = _laid_out(graph, worker, on)
+            workers[worker.name] = _laid_out(graph, worker, given[worker.name])
         else:
             source = any(graph.stages[stage].signature.source for stage in worker.stages)
             device = "cpu" if source else given[_partner(graph, worker, given)][0]

@@ -20,11 +20,22 @@ class Transport:
     def __init__(self, threads: int | None = None) -> None:
         """threads: intra-op threads of every worker, the same in every topology (the graph's `threads:`)."""
 
+    def accelerators(self) -> list[str]:
+        """Names of the devices there are besides "cpu", the first one first."""
+        return []
+
     def resolve(self, device: str) -> str:
-        """The device that `device` means here ("auto" included). Raises `BadInput` if there is no such device."""
-        if device not in ("auto", "cpu"):
-            raise BadInput(f"no device {device!r} (known: auto, cpu)")
-        return "cpu"
+        """The device that `device` means here. Raises `BadInput` if there is no such device.
+
+        "auto" is the first accelerator, "auto:N" the Nth, counted round if there are fewer, and the CPU if there is none.
+        """
+        accelerators = self.accelerators()
+        name, colon, number = device.partition(":")
+        if name == "auto" and (not colon or number.isdecimal()):
+            return accelerators[int(number or 0) % len(accelerators)] if accelerators else "cpu"
+        if device not in ("cpu", *accelerators):
+            raise BadInput(f"no device {device!r} on this machine (known: auto, {', '.join(('cpu', *accelerators))})")
+        return device
 
     def enter(self, device: str) -> None:
         """Called on the worker's own thread whenever it turns to a stage on another device, and before it opens one."""
@@ -41,7 +52,10 @@ class Transport:
         """Called when the receiving stage is done with the payload."""
 
     def mark(self, device: str) -> Any:
-        """A moment in the work of a device: when it has done what the calling worker has given it so far."""
+        """A moment in the work of a device: when it has done what the calling worker has given it so far.
+
+        A float is that moment on the host's clock (`perf_counter`); only other marks are asked how much lies between.
+        """
         return perf_counter()
 
     def elapsed(self, begin: Any, end: Any) -> float | None:

@@ -10,24 +10,19 @@ from typing import Any
 
 import torch
 
-from dflash_pipe import BadInput, Transport
+from dflash_pipe import Transport
 
 __all__ = ["DeviceTransport"]
 
 
 class DeviceTransport(Transport):
-    """cpu, cuda:N; `auto` is the first GPU, or the CPU where there is none. Payloads have a `to(device)`."""
+    """The CPU and the CUDA devices of this machine. Payloads have a `to(device)`."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads
 
-    def resolve(self, device: str) -> str:
-        count = torch.cuda.device_count()
-        known = ["cpu", *(f"cuda:{n}" for n in range(count))]
-        found = {"auto": known[1] if count else "cpu", "cuda": known[1] if count else ""}.get(device, device)
-        if found not in known:
-            raise BadInput(f"no device {device!r} on this machine (known: auto, {', '.join(known)})")
-        return found
+    def accelerators(self) -> list[str]:
+        return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
 
     def enter(self, device: str) -> None:
         if self._threads is not None:

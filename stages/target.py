@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from dflash_pipe import BadInput, Context, Stage
+from stages.autotune import make_thread_safe
 from stages.messages import FeatureBatch, TokenBatch
 from stages.target_model import load_truncated, resolve_dtype
+from stages.tuning import keep_tuning, tuning_file
 
 __all__ = ["TargetForward"]
 
@@ -31,6 +35,9 @@ class TargetForward(Stage):
     def open(self, ctx: Context) -> None:
         self._target = load_truncated(self.model, self.revision, self.layers, self.dtype, ctx.device, self.weights)
         self._checked = False
+        if ctx.device.startswith("cuda"):
+            make_thread_safe()
+            keep_tuning(tuning_file(ctx.folder), torch.cuda.get_device_name(ctx.device))
 
     def process(self, batch: TokenBatch) -> FeatureBatch:
         """[B, S] token ids -> [B, S, K·H] hidden states. Raises `BadInput` for ids outside the target's vocabulary."""

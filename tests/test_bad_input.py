@@ -147,7 +147,7 @@ CASES = {
         "my.yaml:3: workers.main.device: should be text or a list, got 3", over("workers:\n  main: {device: 3}\n")
     ),
     "unknown device": Case(
-        "my.yaml:3: workers.main.device.target: no device 'cuda:0' (known: auto, cpu)",
+        "my.yaml:3: workers.main.device.target: no device 'cuda:0' on this machine (known: auto, cpu)",
         over("workers:\n  main: {device: {data: cpu, target: cuda:0}}\n"),
     ),
     "device of another stage": Case(

@@ -52,6 +52,8 @@ FRAMEWORK = {
     "forecast": BASE
     | {"critical", "cycles", "graph", "plan", "profile", "service", "simulate", "simulated_wiring", "what_if"},
     "forecast_table": {"forecast"},
+    "closing": BASE | {"forecast", "forecast_table", "graph", "profile"},
+    "splits": BASE | {"check", "forecast", "forecast_table", "graph", "located", "plan", "profile"},
     "run_folder": BASE | {"stats"},
     "cli": ...,  # the top: anything
     "__init__": BASE | {"stage", "transport"},

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app as benchmarks
 from dflash_pipe import cli
 from stages.messages import FeatureBatch, TokenBatch
 
@@ -72,7 +74,7 @@ def test_the_launch_line_of_vllm(words):
     )
 
 
-@pytest.mark.parametrize("words", commands_of("python"))
+@pytest.mark.parametrize("words", [p for p in commands_of("python") if "sglang.launch_server" in p.values[0]])
 def test_the_launch_line_of_sglang(words):
     assert words[1:3] == ["-m", "sglang.launch_server"]
     options = dict(zip(words[3::2], words[4::2], strict=True))
@@ -92,6 +94,9 @@ def test_commands_run_one_after_the_other(page, tmp_path, monkeypatch):
     for words in commands(page):
         if words[0] == "dflash-pipe":
             assert dflash_pipe(words[1:], monkeypatch) == 0, shlex.join(words)
+        elif words[:3] == ["python", "-m", "benchmarks"]:
+            result = CliRunner().invoke(benchmarks, [*words[3:], "--repeat", "1"])
+            assert result.exit_code == 0, shlex.join(words)
 
 
 def dflash_pipe(words, monkeypatch):

@@ -1,0 +1,205 @@
+"""`dflash-pipe predict`: from one profiled run, what other graphs would take, and how to split GPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash_pipe.check import check
+from dflash_pipe.errors import BadInput
+from dflash_pipe.forecast import Options
+from dflash_pipe.graph import load
+from dflash_pipe.profile import DeviceMemory, save
+from dflash_pipe.profile import load as load_profile
+from dflash_pipe.splits import ranked, written
+from tests.test_cli import called
+from tests.test_forecast import SEQUENTIAL, ladder, profile_of
+from tests.test_forecast import toy as toy_graph
+
+ROOT = Path(__file__).parent.parent
+LADDER = ROOT / "graphs" / "ladder"
+OVERLAPPED = ROOT / "graphs" / "toy" / "overlapped.yaml"
+SCALE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """A terminal on which nothing is folded."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture(scope="module")
+def v2(tmp_path_factory):
+    """profile.json of a run of the ladder's rung v2, at a twentieth of its seconds."""
+    runs = tmp_path_factory.mktemp("runs")
+    assert called("run", "--plain", "--runs", runs, LADDER / "v2.yaml", f"data.scale={SCALE}") == 0
+    return runs / "v2" / "profile.json"
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A profile of the sequential toy, without a run."""
+    path = tmp_path / "profile.json"
+    save(profile_of(toy_graph(), SEQUENTIAL), path)
+    return path
+
+
+def said_by(capsys, *arguments):
+    capsys.readouterr()
+    assert called("predict", *arguments) == 0
+    return capsys.readouterr().out
+
+
+def seconds(text):
+    number, unit = re.search(r"([\d.]+) (ms|s)\b", text).groups()
+    return float(number) * (0.001 if unit == "ms" else 1.0)
+
+
+def asked(profile, capsys, scale):
+    """What `predict` says of v2 and, from its profile, of the files of other rungs: seconds as published, and cycles."""
+    files = {rung: f"{LADDER / rung}.yaml" for rung in ("v3", "v4", "v5")}
+    what_ifs = [word for file in files.values() for word in ("--what-if", f"{file} data.scale={scale}")]
+    lines = said_by(capsys, LADDER / "v2.yaml", f"data.scale={scale}", "--profile", profile, *what_ifs).splitlines()
+    rows = {rung: next(line for line in lines if line.startswith(file)) for rung, file in files.items()}
+    rows = {rung: row.partition(f"={scale}")[2] for rung, row in rows.items()}
+    assert lines[0].startswith("v2: ") and "v5.yaml" in lines[-1] and "would give 2.7" in lines[-1]
+    steps = {"v2": seconds(lines[0]), **{rung: seconds(row) for rung, row in rows.items()}}
+    return {rung: step / scale for rung, step in steps.items()}, rows
+
+
+def test_the_profile_of_v2_tells_what_the_other_rungs_take_and_why(tmp_path, capsys):
+    save(profile_of(ladder("v2"), 3.0), tmp_path / "v2.json")
+    steps, rows = asked(tmp_path / "v2.json", capsys, 1)
+    assert steps == {"v2": 3.0, "v3": 3.0, "v4": 1.9, "v5": 1.1}
+    targets = r"target\[0\] → turn targets → target\[1\]"
+    barrier = r"grads → optim → credit \(windows\) → loader"
+    assert re.search(rf"loader → batches → {targets} → features → drafter\[1\] → {barrier}", rows["v3"])
+    assert re.search(rf"loader → batches → target\[(\d)\] → features → drafter\[\1\] → {barrier}", rows["v4"])
+    assert re.search(r"(target\[\d\]) → \1 *$", rows["v5"])
+
+
+def test_so_does_the_profile_that_a_run_of_v2_leaves(v2, capsys):
+    """A busy machine wakes sleepers late, so the steps are told within 10 %."""
+    steps, _ = asked(v2, capsys, SCALE)
+    assert steps == pytest.approx({"v2": 3.0, "v3": 3.0, "v4": 1.9, "v5": 1.1}, rel=0.1)
+
+
+def test_keys_do_as_well_as_files(tmp_path, capsys):
+    save(profile_of(ladder("v2"), 3.0), tmp_path / "v2.json")
+    changes = ["--what-if", "target.turn=null", "--what-if", "target.turn=null credits=null"]
+    graph = (LADDER / "v2.yaml", "data.scale=1")
+    lines = said_by(capsys, *graph, "--profile", tmp_path / "v2.json", *changes).splitlines()
+    steps = [seconds(line.rpartition("null")[2]) for line in lines if line.startswith("target.turn=null")]
+    assert steps == [1.9, 1.1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((OVERLAPPED,), "command line: Missing option '--profile'."),
+        ((OVERLAPPED, "--profile", "/nowhere.json"), "/nowhere.json: cannot be read as a profile"),
+        (("--profile", "PROFILE"), "command line: no graph file given"),
+        ((OVERLAPPED, "--profile", "PROFILE", "--what-if", "targt.replicas=2"), "--what-if 'targt.replicas=2'"),
+        ((OVERLAPPED, "--profile", "PROFILE", "--write", "x.yaml"), "command line: --write needs --gpus"),
+        ((OVERLAPPED, "--profile", "PROFILE", "--gpus", "0"), "command line: --gpus is 0, expected at least 1"),
+        ((OVERLAPPED, "--profile", "PROFILE", "--gpus", "2", "--what-if", "a=1"), "command line: --gpus and --what-if"),
+        ((OVERLAPPED, "--profile", "PROFILE", "--rows", "10"), "PROFILE: --rows: the profile measures no rows"),
+        ((ROOT / "graphs/toy/sequential.yaml", "--profile", "PROFILE", "--gpus", "2"), "command line: no worker to"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(arguments, line, profile, capsys):
+    assert called("predict", *(profile if word == "PROFILE" else word for word in arguments)) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(line.replace("PROFILE", str(profile))) and said.err.count("\n") == 1 and not said.out
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def split_by(profile, gpus, **options):
+    return ranked(toy_graph("overlapped"), profile, gpus, Options(**options))
+
+
+def test_every_split_is_ranked_and_what_the_laws_refuse_comes_last():
+    """The target takes 11 ms, the drafter 6; its two partials cannot be shared by three."""
+    splits = split_by(profile_of(toy_graph(), SEQUENTIAL), 4)
+    assert [str(split) for split in splits] == [
+        "target x2, drafter x2",
+        "target x3, drafter x1",
+        "target x1, drafter x3",
+    ]
+    assert [s.forecast.pace.step for s in splits[:2]] == pytest.approx([0.022, 0.026], rel=1e-3)
+    assert splits[2].forecast is None and "partials: 2 is not a multiple of the 3 replicas" in splits[2].refusal
+
+
+def test_who_sits_where():
+    split = split_by(profile_of(toy_graph(), SEQUENTIAL), 4)[0]
+    devices = {worker.name: next(iter(worker.device.values())) for worker in split.graph.workers.values()}
+    assert devices == {
+        "loader": ("cpu",),
+        "target": ("cuda:0", "cuda:1"),
+        "drafter": ("cuda:2", "cuda:3"),
+        "optim": ("cuda:2",),
+    }
+
+
+def test_one_gpu_is_shared_and_time_on_it_adds_up():
+    (split,) = split_by(profile_of(toy_graph(), SEQUENTIAL), 1)
+    assert split.forecast.pace.step == pytest.approx(SEQUENTIAL, rel=0.05)
+    assert "device cuda:0" in str(split.forecast.pace.cycle)
+
+
+def test_memory_is_checked_against_what_the_profile_held():
+    gib = 2**30
+    held = {
+        "cuda:0": DeviceMemory(60 * gib, 139 * gib, ("target",)),
+        "cuda:1": DeviceMemory(90 * gib, 139 * gib, ("drafter", "optimizer")),
+    }
+    profile = replace(profile_of(toy_graph(), SEQUENTIAL), memory=held)
+    assert [split.memory for split in split_by(profile, 2)] == [90 * gib]
+    (alone,) = split_by(profile, 1)
+    assert alone.forecast is None and alone.refusal == "a GPU would need up to 150.0 GiB, it has 139.0 GiB"
+
+
+def test_a_profile_that_forecasts_itself_badly_ranks_nothing():
+    with pytest.raises(BadInput, match="more than 10% off"):
+        split_by(profile_of(toy_graph(), 2 * SEQUENTIAL), 2)
+
+
+def test_the_best_split_is_written_as_a_graph(profile, tmp_path, capsys):
+    file = tmp_path / "best.yaml"
+    said = said_by(capsys, OVERLAPPED, "--profile", profile, "--gpus", 3, "--write", file)
+    first = said.splitlines()[1]
+    assert first.startswith("target x2, drafter x1") and "messages/s" in first
+    assert "no memory estimate" in said and f"written: {file} (target x2, drafter x1)" in said
+    tree = yaml.safe_load(file.read_text())
+    assert tree["workers"]["target"]["device"] == {"target": ["cuda:0", "cuda:1"]}
+    for worker in tree["workers"].values():  # this machine has no such devices
+        worker["device"] = "cpu"
+    file.write_text(json.dumps(tree))
+    graph = load([file])
+    check(graph)
+    assert graph.workers["target"].replicas == 2 and graph.stages == toy_graph("overlapped").stages
+
+
+def test_what_is_written_says_the_whole_layout():
+    split = split_by(profile_of(toy_graph(), SEQUENTIAL), 4)[0]
+    workers = yaml.safe_load(written(split))["workers"]
+    assert workers["drafter"]["take"] == "round_robin" and workers["drafter"]["replicas"] == 2
+    assert workers["optim"]["device"] == {"optimizer": ["cuda:2"]}
+
+
+def test_rows_give_an_eta(profile, capsys):
+    known = load_profile(profile)
+    parts = known.stages["data"]
+    measured = {"read": replace(parts["read"], measures={"rows": (4.0,) * len(parts["read"].seconds)})}
+    save(replace(known, stages={**known.stages, "data": measured}), profile)
+    said = said_by(capsys, OVERLAPPED, "--profile", profile, "--rows", 16_000)
+    assert "363.6 rows/s, all rows in 44 s" in said
+    said = said_by(capsys, OVERLAPPED, "--profile", profile, "--rows", 16_000, "--gpus", 2)
+    assert "all rows in 44 s with the first" in said
