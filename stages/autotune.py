@@ -185,8 +185,8 @@ def _tune(kernel: Any, upstream: Callable[..., Any], args: tuple[Any, ...], kwar
 def _prepare_thread() -> None:
     import triton
 
-    # Both made once and used by all; made by two threads at the same time there would be two.
-    triton.runtime.driver.active.get_current_device()
+    driver: Any = triton.runtime.driver
+    driver.active  # noqa: B018  # made at the first look; two threads that look together would make two
     # Triton keeps it for each context, so one that was set by the import of a package is not there in other threads.
     triton.set_allocator(_scratch)
 
@@ -230,10 +230,13 @@ def _separate_tensor_caches() -> None:
     decorators = sys.modules.get("fla.utils.decorators")
     if decorators is None or getattr(decorators, "deque", None) is _DequeOfThread:
         return
+    package: Any = sys.modules["fla.utils"]
+    if package.FLA_DISABLE_TENSOR_CACHE:
+        return
     code = _code_with_cache(decorators)
     if code is None or getattr(decorators, "deque", None) is not deque:
         log.warning("flash-linear-attention's tensor cache is not the one that is known: it is turned off")
-        sys.modules["fla.utils"].FLA_DISABLE_TENSOR_CACHE = True  # type: ignore[attr-defined]
+        package.FLA_DISABLE_TENSOR_CACHE = True
         return
     decorators.deque = _DequeOfThread  # type: ignore[attr-defined]  # for functions decorated later
     position = code.co_freevars.index("cached")

@@ -61,7 +61,7 @@ def seconds(text):
 
 
 def asked(profile, capsys, scale):
-    """What `predict` says of v2 and, from its profile, of the files of other rungs: seconds as published, and cycles."""
+    """What `predict` says of v2 and, from its profile, of other rungs: seconds as published, and their rows."""
     files = {rung: f"{LADDER / rung}.yaml" for rung in ("v3", "v4", "v5")}
     what_ifs = [word for file in files.values() for word in ("--what-if", f"{file} data.scale={scale}")]
     lines = said_by(capsys, LADDER / "v2.yaml", f"data.scale={scale}", "--profile", profile, *what_ifs).splitlines()
