@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from benchmarks.autotune import autotune
 from benchmarks.handoff import handoff
 from benchmarks.ladder import ladder
 from benchmarks.loop import loop
@@ -16,7 +17,7 @@ from benchmarks.topologies import topologies
 from dflash_pipe import BadInput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (topologies, ladder, sync, rows, handoff, loop, parity):
+for command in (topologies, ladder, sync, rows, handoff, loop, autotune, parity):
     app.command()(command)
 
 

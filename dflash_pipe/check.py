@@ -292,6 +292,12 @@ def _nothing_waits_for_ever(graph: Graph) -> None:
             raise _bad(c, "group counts messages, but the channel is per window")
         if c.group > c.capacity.items:
             raise _bad(c, f"a group of {c.group} never gathers in a capacity of {c.capacity.items}")
+        for to in c.receivers:
+            worker = _worker(graph, to.stage)
+            feeds = [s for s in worker.stages if s != to.stage and c.sender in _reach(graph, s)]
+            if feeds and _worker(graph, c.sender) is not worker:
+                message = f"worker {worker.name!r} waits for a group of {c.group} that its own stage {feeds[0]!r} feeds"
+                raise _bad(c, message)
     messages, windows = graph.credits.messages, graph.credits.windows
     for c in graph.channels.values():
         waits = any(rate(graph, to.stage) == "message" for to in c.receivers)

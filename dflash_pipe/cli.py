@@ -33,7 +33,7 @@ from dflash_pipe.profile import load as load_profile
 from dflash_pipe.profile import save as save_profile
 from dflash_pipe.run_folder import RunFolder, fresh
 from dflash_pipe.runtime import Result, Run
-from dflash_pipe.snapshot import Snapshot, has_snapshot, newest
+from dflash_pipe.snapshot import has_snapshot, newest
 from dflash_pipe.snapshot import read as read_snapshot
 from dflash_pipe.splits import ranked, splits_table, written
 from dflash_pipe.trace import write_chrome
@@ -63,14 +63,15 @@ def run(
     """Run a graph to its end. With --resume and no FILE, the graph is the one in the run folder."""
     if trace is not None and not trace.absolute().parent.is_dir():
         raise BadInput(f"--trace: there is no folder {trace.absolute().parent}", "command line")
-    restored = read_snapshot(newest(resume)) if resume else None
+    if resume is not None:
+        newest(resume)  # there is one
     arguments = graphs or []
     graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not _files(arguments) else arguments)
     chosen = graph.name not in {Path(file).stem for file in graph.files}
     folder = resume or fresh(runs, graph.name, chosen=chosen)
     console = Console(force_terminal=False) if plain else Console()
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    result = execute(graph, folder, restored, console=console, signals=True, trace=trace)
+    result = execute(graph, folder, resume=resume is not None, console=console, signals=True, trace=trace)
     if result.stopped:
         _leave(128 + result.stopped)
     _leave(0)
@@ -142,19 +143,24 @@ def _files(arguments: list[str]) -> list[str]:
 def execute(
     graph: Graph,
     folder: Path,
-    restored: Snapshot | None,
     *,
     console: Console,
+    resume: bool = False,
     signals: bool = False,
     seconds: float | None = None,
     trace: Path | None = None,
 ) -> Result:
     """Run a checked graph in its folder with a view on `console`; log how it ends. Raises what the run raises.
 
-    seconds: the source ends at the first window after so long, as on a signal. trace: file for the timeline.
+    resume: go on after the folder's newest snapshot. seconds: the source ends at the first window after so long, as
+    on a signal. trace: file for the timeline.
     """
+    laid_out = lay_out(graph)
     with RunFolder(folder) as opened_folder:
-        running = Run(lay_out(graph), folder, restored)
+        restored = read_snapshot(newest(folder)) if resume else None
+        running = Run(laid_out, folder, restored)
+        if restored is not None:
+            opened_folder.forget_after(restored.window)
         running.on_report = opened_folder.report
         opened_folder.keep_graph(dump(graph))
         at = f"window {restored.window}" if restored else "the beginning"
@@ -191,6 +197,8 @@ def _stopping_after(seconds: float | None, running: Run) -> Iterator[None]:
 
 
 def _closing_lines(result: Result, folder: Path) -> Iterator[str]:
+    if result.account:
+        yield result.account
     if result.unfinished:
         yield f"{result.unfinished} micro-batches of a last window that was not full were not stepped"
     if result.left_behind:

@@ -14,7 +14,7 @@ from dflash_pipe.profile import Profile
 __all__ = ["closing_lines"]
 
 # A dozen changes are forecast at the end of every run: so many firings each, to be done within a second.
-_FIRINGS = 4_000
+_FIRINGS = 2_000
 _RATES = {"rows": "rows/s", "tokens": "tokens/s", "supervised": "supervised tokens/s"}
 
 
@@ -42,7 +42,7 @@ def closing_lines(graph: Graph, profile: Profile | None, unmeasured: str) -> Ite
 
 def _forecasts(graph: Graph, profile: Profile) -> tuple[Forecast, Forecast]:
     """Of this run, and, less exactly, of what the usual changes would bring."""
-    windows = max(12, min(60, _FIRINGS // (graph.window * len(graph.stages))))
+    windows = max(8, min(60, _FIRINGS // (graph.window * len(graph.stages))))
     own = predict(graph, profile, options=Options(changes=False))
     return own, predict(graph, profile, options=Options(windows=windows))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BadInput", "BrokenChannel", "Cancelled", "EndOfChannel", "Stalled", "WorkerKilled", "nearest"]
+__all__ = ["BadInput", "BrokenChannel", "Cancelled", "EndOfChannel", "Stalled", "nearest"]
 
 
 class BadInput(Exception):
@@ -50,10 +50,6 @@ class BrokenChannel(Exception):
 
 class Stalled(Exception):
     """Every worker waits on a channel, a gate or a turn, and nothing has moved for `stall_after` seconds."""
-
-
-class WorkerKilled(Exception):
-    """A child process ended without reporting a result."""
 
 
 class Cancelled(BaseException):

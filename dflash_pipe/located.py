@@ -27,7 +27,7 @@ _TAG = "tag:yaml.org,2002:"
 _CORE = {
     "null": r"^(~|null|Null|NULL|)$",
     "bool": r"^(true|True|TRUE|false|False|FALSE)$",
-    "int": r"^([-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)$",
+    "int": r"^([-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$",
     "float": r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
 }
 

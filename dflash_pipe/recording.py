@@ -50,7 +50,8 @@ class Tape:
         return there if type(there) is float else (perf_counter(), device, there)
 
     def fired(self, stage: str, part: Part, stamp: Stamp, begin: Mark, held: Iterable[Any], sent: Any) -> None:
-        """A firing is over, as far as the host is concerned. held: payloads it worked on. sent: what it made."""
+        """A firing is over, as far as the host is concerned. held: payloads that say how large the work was. sent: what
+        was made."""
         end = self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
         self._pending.append((stage, part, stamp, begin, end, _measures(held, sent)))
         if len(self._pending) >= _AT_A_TIME:

@@ -23,9 +23,9 @@ __all__ = ["RunFolder", "fresh"]
 
 
 def fresh(root: Path, name: str, *, chosen: bool) -> Path:
-    """`root/name`; if it exists already: an error for a name that the user chose, else the first free `name-N`."""
+    """`root/name`; if something was made there already: an error for a name that the user chose, else `name-N`."""
     path = root / name
-    if not path.exists():
+    if not path.exists() or (chosen and _has_nothing(path)):
         return path
     if chosen:
         raise BadInput(f"{path} exists already: choose another name=, or go on with --resume {path}")
@@ -33,6 +33,15 @@ def fresh(root: Path, name: str, *, chosen: bool) -> Path:
     while (root / f"{name}-{number}").exists():
         number += 1
     return root / f"{name}-{number}"
+
+
+def _has_nothing(path: Path) -> bool:
+    """Whether a run failed there before it made anything: its name is free again."""
+    made = {file.name for file in path.iterdir()} if path.is_dir() else {"a file"}
+    metrics = path / "metrics.jsonl"
+    return made <= {".lock", "graph.yaml", "log.txt", "metrics.jsonl"} and not (
+        metrics.exists() and metrics.stat().st_size
+    )
 
 
 class RunFolder:
@@ -63,6 +72,14 @@ class RunFolder:
         """Append one line to metrics.jsonl, whole: several workers may report at once."""
         line = json.dumps({"time": round(time.time(), 3), **metrics}, default=str) + "\n"
         os.write(self._metrics, line.encode())
+
+    def forget_after(self, step: int) -> None:
+        """Take out the metrics of steps behind a snapshot that is resumed: they will be made again."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
+        if len(kept) < len(lines):
+            file.write_text("".join(kept))
 
     def keep_graph(self, text: str) -> None:
         """Write graph.yaml; a kill leaves the old one or the new one."""

@@ -33,7 +33,9 @@ from dflash_pipe.plan import Plan
 from dflash_pipe.profile import Profile
 from dflash_pipe.recording import Recording
 from dflash_pipe.snapshot import Snapshot
-from dflash_pipe.stats import BUSY, View, be, shares
+from dflash_pipe.stage import Source
+from dflash_pipe.stall import Watchdog
+from dflash_pipe.stats import View, be, shares
 from dflash_pipe.trace import Timeline
 from dflash_pipe.wiring import Origin, wire
 from dflash_pipe.worker import Worker, drive
@@ -42,17 +44,15 @@ __all__ = ["Result", "Run"]
 
 # How long a cancelled worker may go on computing before the run reports it as left behind.
 _JOIN_SECONDS = 60.0
-# A stall is reported after so many looks that found everybody waiting for the same: then a process that was suspended,
-# and whose workers have not run either, does not look stalled.
-_LOOKS = 4
 
 
 @dataclass(frozen=True)
 class Result:
     """How a run ended. stopped: the signal that asked it to stop, or None. snapshot: the newest that this run wrote.
     unfinished: micro-batches of a partial last window that were not stepped. left_behind: threads that did not end in
-    time after the run was cancelled. profile, timeline: what was recorded, None if nothing was. unmeasured: why there
-    is no profile, or ''."""
+    time after the run was cancelled. cursor: behind the last finished window (None: there is none). account: what
+    became of all that the source has read, in its own words. profile, timeline: what was recorded, None if nothing was.
+    unmeasured: why there is no profile, or ''."""
 
     view: View
     stopped: signal.Signals | None
@@ -60,6 +60,8 @@ class Result:
     snapshot: Path | None
     unfinished: int
     left_behind: tuple[str, ...]
+    cursor: Any = None
+    account: str = ""
     profile: Profile | None = None
     timeline: Timeline | None = None
     unmeasured: str = ""
@@ -86,6 +88,7 @@ class Run:
         origin = Origin(folder, restored, self._report, self._stopping.is_set)
         self._start = origin.start
         self._restored = restored.state if restored else None
+        self._cursor = restored.cursor if restored else None
         self._wiring = wire(plan, origin, computed)
         self._events: queue.SimpleQueue[str | signal.Signals] = queue.SimpleQueue()
         self._open_turns = [threading.Event() for _ in self._wiring.workers]
@@ -141,6 +144,8 @@ class Run:
             finally:
                 left = self._join(threads)
         if self._failures:
+            if left:
+                self._failures[0].add_note(f"still computing when the run was given up: {', '.join(left)}")
             raise self._group()
         if not left:
             self._account()
@@ -151,8 +156,19 @@ class Run:
             snapshot=self._wiring.snapshots.written if self._wiring.snapshots else None,
             unfinished=sum(w.unfinished for w in self._wiring.workers),
             left_behind=left,
+            **self._read_and_done(),
             **self._recorded(),
         )
+
+    def _read_and_done(self) -> dict[str, Any]:
+        """What the result says of the source: how far its stream was finished, and its own account."""
+        start = (Stamp(-1, -1, 0, True), self._cursor)
+        stations = [(w.passed.get(s.plan.stage, start), s) for w in self._wiring.workers for s in w.stations]
+        ending = [(at, s) for at, s in stations if s.plan.ends]
+        enders = [at for at, s in ending if s.plan.rate == "window"] or [at for at, _ in ending]
+        _, done = min(enders, key=lambda at: at[0].window, default=start)
+        (_, read), source = next((at, s.stage) for at, s in stations if s.feed is not None)
+        return {"cursor": done, "account": source.account(read, done) if isinstance(source, Source) else ""}
 
     def _recorded(self) -> dict[str, Any]:
         """What of the result comes from the recording."""
@@ -254,17 +270,14 @@ class Run:
 
     def _supervise(self) -> None:
         """Take reports until every thread has ended, or is overdue; in between, look whether anything moves."""
-        every = min(self.plan.graph.stall_after / _LOOKS, 1.0)
-        looks, seen = 0, -1
+        watchdog = Watchdog([worker.activity for worker in self._wiring.workers], self.plan.graph.stall_after)
         while self._running and not self._overdue():
             try:
-                event = self._events.get(timeout=every)
+                event = self._events.get(timeout=watchdog.every)
             except queue.Empty:
-                changes = self._changes_if_all_wait()
-                looks = looks + 1 if changes is not None and changes == seen else 0
-                seen = -1 if changes is None else changes
-                if looks >= _LOOKS and looks * every >= self.plan.graph.stall_after and not self._failures:
-                    self._failed(Stalled(self._who_waits()), "")
+                stalled = watchdog.look()
+                if stalled is not None and not self._failures:
+                    self._failed(Stalled(stalled), "")
                 continue
             if isinstance(event, signal.Signals):
                 self._signalled(event)
@@ -274,22 +287,6 @@ class Run:
     def _overdue(self) -> bool:
         """Whether a torn-down run has waited long enough for workers that still compute."""
         return self._torn_down is not None and time.perf_counter() - self._torn_down > _JOIN_SECONDS
-
-    def _changes_if_all_wait(self) -> int | None:
-        """A count that stands still while nobody gets what it waits for; None if anybody is busy."""
-        activities = [w.activity for w in self._wiring.workers if not w.activity.done]
-        if not activities or any(a.state is BUSY for a in activities):
-            return None
-        return sum(a.changes for a in activities)
-
-    def _who_waits(self) -> str:
-        now = time.perf_counter()
-        waits = (
-            f"{a.worker} waits for {a.waits_for} since {now - a.since:.1f} s"
-            for a in (w.activity for w in self._wiring.workers)
-            if not a.done
-        )
-        return "nothing moves: " + "; ".join(waits)
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._stopped is None:

@@ -39,8 +39,9 @@ class Context:
     """Where a stage finds itself, handed to `open`.
 
     device: a device name that exists ("cpu", "cuda:0"). replica / replicas: which copy of how many.
-    rank / world: process of a multi-process run. seed: the graph's. window: micro-batches in an optimizer step.
-    folder: the run's folder. report: `report({"loss": 1.2})` puts numbers into the metrics file and the live view.
+    seed: the graph's. window: micro-batches in an optimizer step. folder: the run's folder.
+    restored: the state that the stateful stage had in the snapshot that is resumed; None at a new start.
+    report: `report({"loss": 1.2})` puts numbers into the metrics file and the live view.
     """
 
     stage: str = "stage"
@@ -48,11 +49,10 @@ class Context:
     device: str = "cpu"
     replica: int = 0
     replicas: int = 1
-    rank: int = 0
-    world: int = 1
     seed: int = 0
     window: int = 1
     folder: Path = Path()
+    restored: dict[str, Any] | None = None
     report: Callable[[dict[str, Any]], None] = lambda metrics: None
 
 
@@ -100,6 +100,13 @@ class Source(Stage, Generic[T]):
     def read(self, cursor: Any) -> Iterator[tuple[Any, T | None]]:
         """Yield what comes after `cursor` (None: from the beginning), each with the cursor behind it."""
         raise NotImplementedError
+
+    def account(self, read: Any, done: Any) -> str:
+        """One line on what became of everything that was read, for the end of a run; "" if there is nothing to say.
+
+        read: cursor behind the last message that was sent; done: behind the last window that was finished (None: none).
+        """
+        return ""
 
 
 class FunctionStage(Stage):

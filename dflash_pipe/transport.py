@@ -1,7 +1,8 @@
 """The hand-off hook: which devices exist, and how a payload gets from one worker's device to another's.
 
-The framework knows no device but "cpu". A graph names its own transport (`transport: "stages.cuda:DeviceTransport"`);
-everything device-specific (streams, events, copies, memory) happens behind these methods.
+The framework knows no device but "cpu". A graph names its own transport, such as
+`transport: "stages.devices:DeviceTransport"`; everything device-specific (streams, events, copies, memory) happens
+behind these methods.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Transport:
     def resolve(self, device: str) -> str:
         """The device that `device` means here. Raises `BadInput` if there is no such device.
 
-        "auto" is the first accelerator, "auto:N" the Nth, counted round if there are fewer, and the CPU if there is none.
+        "auto" is the first accelerator, "auto:N" the Nth, counted round if there are fewer, the CPU if there is none.
         """
         accelerators = self.accelerators()
         name, colon, number = device.partition(":")
@@ -47,9 +48,6 @@ class Transport:
     def on_receive(self, payload: Any, device: str) -> Any:
         """Called by the receiver; returns the payload on the receiver's device."""
         return payload
-
-    def release(self, payload: Any, device: str) -> None:
-        """Called when the receiving stage is done with the payload."""
 
     def mark(self, device: str) -> Any:
         """A moment in the work of a device: when it has done what the calling worker has given it so far.

@@ -98,6 +98,7 @@ class _Wirer:
             seed=self.graph.seed,
             window=self.graph.window,
             folder=self.origin.folder,
+            restored=self.origin.restored.state if self.origin.restored else None,
             report=self.origin.report,
         )
         joined = Station(station, spec.build(), context)

@@ -83,7 +83,8 @@ class Station:
 class Worker:
     """One replica of a worker: its stations, opened, run and closed on one thread or in one coroutine.
 
-    unfinished: messages that the source sent of a last window that it did not end.
+    unfinished: messages that the source sent of a last window that it did not end. passed: stamp and cursor of the last
+    message that the source has sent, and of the last window that each stage at the stream's end has finished.
     """
 
     def __init__(self, name: str, stations: Sequence[Station], waits: Waits, transport: Transport) -> None:
@@ -94,6 +95,7 @@ class Worker:
         self.turn: TurnGate | None = None
         self.in_order = False  # whether its replicas get the turn in input order
         self.unfinished = 0
+        self.passed: dict[str, tuple[Stamp, Any]] = {}
         self._device: str | None = None
         self._waits = waits
         self._transport = transport
@@ -184,6 +186,8 @@ class Worker:
                 gate.done(message.stamp)
             if station.plan.ends and self.tape is not None:
                 self.tape.over(message.stamp)
+        if station.feed is not None or (station.plan.ends and message.stamp.last):
+            self.passed[station.plan.stage] = message.stamp, message.cursor
         return message
 
     async def _next_from_source(self, station: Station, feed: Feed) -> Message:
@@ -213,7 +217,7 @@ class Worker:
             except EndOfChannel:
                 return None
             if self.tape is not None and begin is not None and item is not None:
-                self.tape.fired(station.plan.stage, "read", stamp, begin, (), item[1])
+                self.tape.fired(station.plan.stage, "read", stamp, begin, (item[1],), item[1])
             return item
 
         try:
@@ -275,7 +279,6 @@ class Worker:
         if not message.empty:
             self._doing(station, "process", message.stamp)
             result = await self._in_turn(lane, station, "process", message.stamp, arguments)
-            self._transport.release(message.payload, station.plan.device)
             message = message.carrying(result)
         elif message.payload is NOTHING and self.turn is not None:
             self.turn.skip(lane)

@@ -186,7 +186,7 @@ def _prepare_thread() -> None:
     import triton
 
     driver: Any = triton.runtime.driver
-    driver.active  # noqa: B018  # made at the first look; two threads that look together would make two
+    driver.active.get_current_target()  # made at the first look; two threads that look together would make two
     # Triton keeps it for each context, so one that was set by the import of a package is not there in other threads.
     triton.set_allocator(_scratch)
 

@@ -178,6 +178,21 @@ class TokenBatches(Source[TokenBatch]):
             if at["batch"] == len(epoch):
                 at["epoch"], at["batch"] = at["epoch"] + 1, 0
 
+    def account(self, read: Any, done: Any) -> str:
+        """Every row that was read is finished, dropped, or was in flight at the end. Raises RuntimeError if not."""
+        if read is None:
+            return ""
+        trained = done["rows"]["batched"] if done else 0
+        dropped = {reason: count for reason, count in read["rows"]["dropped"].items() if count}
+        in_flight = read["rows"]["batched"] - trained
+        reasons = f" ({', '.join(f'{reason}: {count:,}' for reason, count in dropped.items())})" if dropped else ""
+        line = (
+            f"rows: {read['rows']['read']:,} read = {trained:,} finished + {sum(dropped.values()):,} dropped{reasons}"
+        )
+        if read["rows"]["read"] != trained + sum(dropped.values()) + in_flight or in_flight < 0:
+            raise RuntimeError(f"{line} + {in_flight:,} in flight does not add up")
+        return f"{line} + {in_flight:,} in flight"
+
     def _resume(self, cursor: Any) -> dict[str, Any]:
         if cursor is None:
             rows = {"read": 0, "batched": 0, "truncated": 0, "dropped": dict.fromkeys(self.dropped, 0)}

@@ -106,7 +106,7 @@ class Demo:
         """Run graphs/demo/GRAPH.yaml in a folder of the demo's; `seconds`: the source ends after so long."""
         name = name or graph
         checked = opened([f"graphs/demo/{graph}.yaml", f"name={name}", *overrides])
-        result = execute(checked, self.folder / name, None, console=self.console, signals=True, seconds=seconds)
+        result = execute(checked, self.folder / name, console=self.console, signals=True, seconds=seconds)
         if result.stopped:
             raise Stopped(128 + result.stopped)
         return result

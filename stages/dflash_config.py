@@ -9,12 +9,12 @@ import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dflash_pipe import BadInput
 from dflash_pipe.errors import nearest
 
-__all__ = ["FULL", "SLIDING", "DrafterConfig", "DrafterKeys", "resolve_mask_token"]
+__all__ = ["FULL", "SLIDING", "ArchitectureKeys", "DrafterConfig", "DrafterKeys", "resolve_mask_token"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -163,8 +163,8 @@ def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"rope_type": kind, **{key: value for key, value in rope.items() if key not in dropped}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrafterKeys:
+@dataclass(kw_only=True)
+class ArchitectureKeys:
     """The keys of stage `drafter` that say what the drafter is (the others say how it is trained).
 
     target, revision: the model to be sped up. layers: how many of its layers are captured, or their ids.
@@ -191,8 +191,13 @@ class DrafterKeys:
     intermediate_size: int | None = None
     feature_std: str | None = None
     final_norm_init: float = 1.0
-    dtype: str = "auto"
-    weights: str = "pretrained"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    weights: Literal["pretrained", "random"] = "pretrained"
+
+
+@dataclass(kw_only=True)
+class DrafterKeys(ArchitectureKeys):
+    """The same keys, taken out of the whole mapping, and what follows from them."""
 
     @staticmethod
     def pick(mapping: Mapping[str, Any]) -> DrafterKeys:
@@ -218,10 +223,6 @@ class DrafterKeys:
             raise BadInput(
                 f"sliding_window is {self.sliding_window}, expected at least the block size ({self.block_size})"
             )
-        if self.weights not in ("pretrained", "random"):
-            raise BadInput(f"weights is {self.weights!r}{nearest(self.weights, ('pretrained', 'random'))}")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise BadInput(f"dtype is {self.dtype!r}{nearest(self.dtype, ('auto', 'float32', 'bfloat16'))}")
 
     def resolve(self) -> DrafterConfig:
         """Read the target's config (and its tokenizer, for its special tokens) and derive the drafter's numbers.
@@ -268,7 +269,7 @@ class DrafterKeys:
         return (SLIDING,) * sliding + (FULL,) * (self.num_layers - sliding)
 
     def _mask_token(self, config: Any) -> int:
-        from stages.model_source import load_tokenizer
+        from stages.model_source import ending_ids, load_tokenizer
 
         # A target with random weights may be a config alone; then only the ids in the config are known to be taken.
         tokenizer = None
@@ -281,6 +282,7 @@ class DrafterKeys:
                 for token in ids if isinstance(ids, list | tuple) else [ids]:
                     if token is not None:
                         taken[token] = name.removesuffix("_token_id")
+        taken |= dict.fromkeys(ending_ids(self.target, self.revision), "eos")
         return resolve_mask_token(self.mask_token_id, tokenizer, int(config.vocab_size), taken)
 
 

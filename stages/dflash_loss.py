@@ -8,15 +8,16 @@ The loss of a window is a quotient of two sums (`Sums`), so it does not depend o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dflash_pipe import BadInput
-from dflash_pipe.errors import nearest
 
 __all__ = [
+    "DpaceWeight",
+    "Loss",
     "LossConfig",
     "Sums",
     "Supervision",
@@ -28,7 +29,8 @@ __all__ = [
     "labels_and_weights",
 ]
 
-DPACE_WEIGHTS = ("suffix", "prefix", "ratio")
+Loss = Literal["dflash", "dpace"]
+DpaceWeight = Literal["suffix", "prefix", "ratio"]
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,16 @@ class LossConfig:
     "suffix" (sum of P_j over j >= k), "prefix" (P_k), "ratio" (suffix sum / P_k).
     """
 
-    type: str = "dflash"
+    type: Loss = "dflash"
     gamma: float | None = None
     alpha: float = 0.5
-    dpace: str = "suffix"
+    dpace: DpaceWeight = "suffix"
 
     def __post_init__(self) -> None:
-        if self.type not in ("dflash", "dpace"):
-            raise BadInput(f"loss is {self.type!r}{nearest(self.type, ('dflash', 'dpace'))}")
         if self.gamma is not None and not self.gamma > 0:
             raise BadInput(f"gamma is {self.gamma}, expected a positive number of slots (or null: no decay)")
         if not 0.0 <= self.alpha <= 1.0:
             raise BadInput(f"alpha is {self.alpha}, expected 0..1")
-        if self.dpace not in DPACE_WEIGHTS:
-            raise BadInput(f"dpace is {self.dpace!r}{nearest(self.dpace, DPACE_WEIGHTS)}")
 
 
 def auto_gamma(block_size: int) -> float:
@@ -137,7 +135,7 @@ def frozen_head_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, chun
     return _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk)
 
 
-def dpace_weights(cross_entropy: Tensor, valid: Tensor, alpha: float, kind: str) -> Tensor:
+def dpace_weights(cross_entropy: Tensor, valid: Tensor, alpha: float, kind: DpaceWeight) -> Tensor:
     """Weights by how far a block would be accepted. cross_entropy, valid: [..., b], slot 0 never valid.
 
     q_k = (1 - alpha) p_k + alpha with p_k the label's probability (q = 1 where a slot is not valid);

@@ -25,7 +25,7 @@ from stages.dflash_loss import block_inputs
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten, initial_parameters
 from stages.drafter_files import load_drafter, read_record, refuse_other_target
 from stages.messages import AcceptanceCounts, FeatureBatch
-from stages.target_model import load_frozen, resolve_layers
+from stages.target_model import Weights, load_frozen, resolve_layers
 
 __all__ = ["AcceptanceReport", "AcceptanceWalk"]
 
@@ -79,7 +79,7 @@ class AcceptanceWalk(Stage):
     data: str | None = None
     block_size: int | None = None
     anchors: int = 64
-    weights: str = "pretrained"
+    weights: Weights = "pretrained"
 
     def check(self, replicas: int) -> None:
         if self.anchors < 1:

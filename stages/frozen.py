@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_pipe.errors import BadInput, nearest
-from stages.model_source import ModelSource, first_line, locate, text_config
+from dflash_pipe import BadInput
+from stages.model_source import ModelSource, Weights, first_line, locate, text_config
 
 __all__ = ["Frozen", "load_frozen", "random_embedding"]
 
@@ -36,7 +36,7 @@ class Frozen:
 
 
 def load_frozen(
-    model: str, revision: str | None, dtype: torch.dtype, device: str | torch.device, weights: str = "pretrained"
+    model: str, revision: str | None, dtype: torch.dtype, device: str | torch.device, weights: Weights = "pretrained"
 ) -> Frozen:
     """Read the target's embedding and lm_head, and no other tensor, from its safetensors files.
 
@@ -49,11 +49,9 @@ def load_frozen(
     if weights == "random":
         embed = random_embedding(config, dtype, device)
         return Frozen(embed, embed if config.tie_word_embeddings else random_embedding(config, dtype, device, seed=1))
-    if weights != "pretrained":
-        raise BadInput(f"weights: unknown kind {weights!r}{nearest(weights, ['pretrained', 'random'])}")
     files = _files(source)
     embed = _read(source, config, files, _EMBEDDINGS, dtype, device)
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and not any(name in files for name in _HEADS):
         return Frozen(embed, embed)
     if "lm_head.bias" in files:
         raise source.complaint("its lm_head has a bias, which a DFlash drafter cannot use")

@@ -57,7 +57,8 @@ def _bytes(value: Any) -> int:
 
 def _to(value: Any, device: str | torch.device) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        # Towards the CPU nothing would order such a copy before whoever reads it there.
+        return value.to(device, non_blocking=torch.device(device).type != "cpu")
     if isinstance(value, Payload):
         return value.to(device)
     if isinstance(value, dict):

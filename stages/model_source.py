@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import transformers
@@ -24,7 +24,9 @@ from dflash_pipe.errors import BadInput, nearest
 from stages.smollm2 import smollm2_directory
 from stages.tiny_models import TINY_MODELS, tiny_directory
 
-__all__ = ["ModelSource", "first_line", "load_tokenizer", "locate", "quiet", "text_config"]
+__all__ = ["ModelSource", "Weights", "ending_ids", "first_line", "load_tokenizer", "locate", "quiet", "text_config"]
+
+Weights = Literal["pretrained", "random"]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PATH_LIKE = re.compile(r"[/~]|\.\.?(/|$)|.*/.*/|.*/$")
@@ -106,6 +108,8 @@ def text_config(model: str, revision: str | None = None) -> PretrainedConfig:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise source.complaint(f"its config.json is not usable: {first_line(error)}") from error
     text: PretrainedConfig = config.get_text_config(decoder=True)
+    # Whether the head is the embedding is said by the whole model's config; its text part may say nothing, or another.
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(getattr(text, key, None), int):
             raise source.complaint(f"its config.json describes no causal language model ({key} is missing)")
@@ -148,6 +152,19 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
             return AutoTokenizer.from_pretrained(source.place, revision=source.revision)
     except (OSError, ValueError, KeyError, TypeError, ImportError, json.JSONDecodeError) as error:
         raise source.complaint(f"it has no usable tokenizer: {first_line(error)}") from error
+
+
+def ending_ids(model: str, revision: str | None = None) -> list[int]:
+    """The ids that end an answer by the model's generation_config.json, which may list more than its config does."""
+    source = locate(model, revision)
+    file = source.file("generation_config.json")
+    if file is None:
+        return []
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") or []
+    except (ValueError, AttributeError) as error:
+        raise source.complaint(f"its generation_config.json is not usable: {first_line(error)}") from error
+    return list(ids) if isinstance(ids, list) else [ids]
 
 
 def first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from dflash_pipe import BadInput, Context, Stage
 from stages.messages import Conversations, TokenRows
-from stages.target_model import load_full, load_tokenizer, resolve_dtype
+from stages.target_model import Dtype, load_full, load_tokenizer
 
 __all__ = ["Regenerate"]
 
@@ -59,10 +59,9 @@ class Regenerate(Stage):
     max_new_tokens: int = 1024
     max_prompt_tokens: int = 2048
     thinking: bool | None = None
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
 
     def check(self, replicas: int) -> None:
-        resolve_dtype(self.dtype, "cpu")
         for name in ("max_new_tokens", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}: expected at least 1, got {getattr(self, name)}")

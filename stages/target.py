@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from dflash_pipe import BadInput, Context, Stage
 from stages.autotune import make_thread_safe
 from stages.messages import FeatureBatch, TokenBatch
-from stages.target_model import load_truncated, resolve_dtype
+from stages.target_model import Dtype, Weights, load_truncated
 from stages.tuning import keep_tuning, tuning_file
 
 __all__ = ["TargetForward"]
@@ -26,11 +24,8 @@ class TargetForward(Stage):
     model: str
     revision: str | None = None
     layers: int | list[int] = 5
-    dtype: str = "auto"
-    weights: Literal["pretrained", "random"] = "pretrained"
-
-    def check(self, replicas: int) -> None:
-        resolve_dtype(self.dtype, "cpu")
+    dtype: Dtype = "auto"
+    weights: Weights = "pretrained"
 
     def open(self, ctx: Context) -> None:
         self._target = load_truncated(self.model, self.revision, self.layers, self.dtype, ctx.device, self.weights)

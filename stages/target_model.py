@@ -10,20 +10,23 @@ import copy
 import importlib.util
 import logging
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from dflash_pipe.errors import BadInput, nearest
 from stages.frozen import Frozen, load_frozen, random_embedding
-from stages.model_source import ModelSource, first_line, load_tokenizer, locate, quiet, text_config
+from stages.model_source import ModelSource, Weights, first_line, load_tokenizer, locate, quiet, text_config
 
 __all__ = [
+    "Dtype",
     "Frozen",
     "TruncatedTarget",
+    "Weights",
     "load_frozen",
     "load_full",
     "load_tokenizer",
@@ -33,6 +36,8 @@ __all__ = [
     "resolve_layers",
     "text_config",
 ]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KERNEL_PACKAGES = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
@@ -142,9 +147,9 @@ def load_truncated(
     model: str,
     revision: str | None,
     layers: int | list[int],
-    dtype: str | torch.dtype,
+    dtype: Dtype | torch.dtype,
     device: str | torch.device,
-    weights: str = "pretrained",
+    weights: Weights = "pretrained",
 ) -> TruncatedTarget:
     """Load the target up to its highest captured layer.
 
@@ -166,7 +171,11 @@ def load_truncated(
 
 
 def load_full(
-    model: str, revision: str | None, dtype: str | torch.dtype, device: str | torch.device, weights: str = "pretrained"
+    model: str,
+    revision: str | None,
+    dtype: Dtype | torch.dtype,
+    device: str | torch.device,
+    weights: Weights = "pretrained",
 ) -> Any:
     """The whole causal language model (a `PreTrainedModel`), frozen and ready to `generate`. Raises `BadInput`."""
     source, device = locate(model, revision), torch.device(device)
@@ -186,11 +195,11 @@ def _shortened(whole: PretrainedConfig, depth: int) -> PretrainedConfig:
     return config
 
 
-def _load(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: str) -> Any:
+def _load(
+    source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: Weights
+) -> Any:
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         _choose_kernels(device)
-    if weights not in ("pretrained", "random"):
-        raise BadInput(f"weights: unknown kind {weights!r}{nearest(weights, ['pretrained', 'random'])}")
     with quiet():
         read = _pretrained if weights == "pretrained" else _random
         causal = read(source, config, dtype, device)
@@ -237,14 +246,16 @@ def reference_kernels_on_cpu() -> None:
     imported, when it imports a model's code: so on a CPU their import is blocked, in this process only.
     Raises `BadInput` if a model of this process runs on their kernels already.
     """
+    # It advises to install these packages, which would be of no use here.
+    transformers_logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     found = [name for name in _KERNEL_PACKAGES if importlib.util.find_spec(name) is not None]
     if not found:
         return
     names = " and ".join(_KERNEL_PACKAGES[name] for name in found)
     if any(name in sys.modules for name in found) and _model_code_is_imported():
         raise BadInput(
-            f"a model of this process runs on the GPU kernels of {names}; a model of that kind on the CPU needs "
-            "a worker of its own process (kind: process)"
+            f"a model of this process runs on the GPU kernels of {names}, so one of that kind cannot run on the CPU in "
+            "it: give both a GPU, both the CPU, or each a run of its own"
         )
     for name in found:
         sys.modules[name] = None  # type: ignore[assignment]  # what Python documents for blocking an import

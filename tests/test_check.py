@@ -477,3 +477,10 @@ def accepts(graph, sent, port):
         assert str(error).startswith("0.yaml:8: channel 'batches': data sends ")
         return False
     return True
+
+
+def test_a_group_that_its_receivers_own_worker_feeds_never_gathers():
+    keys = ["features.group=2", "workers={loader: null, drafter: null, main: {stages: [data, drafter]}}"]
+    with pytest.raises(BadInput, match="waits for a group of 2 that its own stage 'data' feeds"):
+        check(load(["graphs/toy/overlapped.yaml"], keys))
+    check(load(["graphs/toy/overlapped.yaml"], ["features.group=2"]))

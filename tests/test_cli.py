@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,7 +165,7 @@ def test_a_run_leaves_what_is_needed_to_go_on(tmp_path: Path, capsys: pytest.Cap
     assert called("run", "--plain", "--runs", tmp_path, TOY / "overlapped.yaml", *QUICK) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"overlapped", "overlapped-2"}
     assert {p.name for p in (tmp_path / "overlapped").iterdir()} == {
-        ".lock", "graph.yaml", "log.txt", "metrics.jsonl", "snapshots"
+        ".lock", "graph.yaml", "log.txt", "metrics.jsonl", "profile.json", "snapshots"
     }  # fmt: skip
     assert called("run", "--plain", "--resume", tmp_path / "overlapped") == 0
     assert steps(tmp_path / "overlapped") == 8  # nothing was left to do
@@ -252,3 +254,24 @@ def test_killed_and_resumed_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixt
             assert process.wait(20) == -signal.SIGKILL
         assert called("run", "--plain", "--resume", tmp_path / name, TOY / "parallel_target.yaml", *QUICK, mortal) == 0
         assert run.metrics["digest"] in (tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]
+
+
+# --- the folder of a run
+
+
+def test_a_run_that_failed_before_it_made_anything_leaves_its_name_free(tmp_path: Path) -> None:
+    command = ["run", "--plain", "--runs", tmp_path, "name=first"]
+    training = [ROOT / "graphs" / "sequential.yaml", ROOT / "graphs" / "targets" / "tiny_llama.yaml"]
+    assert called(*command, *training, "threads=1", "data.path=nowhere.arrow") == 2
+    assert called(*command, TOY / "overlapped.yaml") == 0
+    assert called(*command, TOY / "overlapped.yaml") == 2, "that name is taken now"
+
+
+def test_metrics_of_steps_that_are_computed_again_are_taken_out(tmp_path: Path) -> None:
+    command = ["run", "--plain", "--runs", tmp_path, "name=again", TOY / "overlapped.yaml", "snapshot=2"]
+    assert called(*command) == 0
+    folder = tmp_path / "again"
+    shutil.rmtree(newest(folder))  # as if it had been killed after step 7 of 8
+    assert called("run", "--plain", "--resume", folder) == 0
+    made = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in made if "step" in line] == [*range(1, 9)]

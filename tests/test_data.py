@@ -290,3 +290,16 @@ def test_cursor_of_other_settings_is_refused(tmp_path: Path) -> None:
         next(b.sample for _, b in longer.read(cursor) if b),
         next(b.sample for _, b in islice(source(path).read(None), 1, None) if b),
     )
+
+
+def test_every_row_is_accounted_for(tmp_path):
+    rows = [row(4, supervised=3), row(3, supervised=1), row(4)] * 4
+    stage = source(write(tmp_path / "rows.arrow", rows), max_tokens=8, epochs=2)
+    cursors = [cursor for cursor, _ in stage.read(None)]
+    assert stage.account(None, None) == ""
+    assert stage.account(cursors[1], None).endswith(" + 4 in flight")
+    line = stage.account(cursors[-1], cursors[-1])
+    assert line.startswith("rows: 24 read = 16 finished + 8 dropped (") and line.endswith(" + 0 in flight")
+    lost = {**cursors[-1], "rows": {**cursors[-1]["rows"], "read": 25}}
+    with pytest.raises(RuntimeError, match="does not add up"):
+        stage.account(lost, cursors[-1])

@@ -31,6 +31,8 @@ SMALL = [  # what makes a training command short
 ]
 # graph -> overrides that make a command on it end in seconds
 TINY = {
+    "regenerate.yaml": ["threads=1", "target.max_new_tokens=64"],
+    "evaluate.yaml": ["threads=1"],
     "overlapped.yaml": SMALL,
     "parallel_target.yaml": SMALL,
     "data_parallel.yaml": [*SMALL, "drafter.partials=2"],

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from dflash_pipe import Source, Stage, Transport, recording
+from dflash_pipe.closing import closing_lines
+from dflash_pipe.graph import dump
 from dflash_pipe.message import Stamp
-from dflash_pipe.profile import load
+from dflash_pipe.profile import Profile, Samples, load
 from dflash_pipe.recording import Recording
 from dflash_pipe.runtime import Run
 from dflash_pipe.snapshot import newest, read
@@ -24,6 +26,7 @@ from stages.devices import DeviceTransport
 from stages.messages import FeatureBatch, TokenBatch
 from tests.pipeline import HOOKS, executed, run_of, toy
 from tests.test_cli import called
+from tests.test_forecast import toy as toy_graph
 from tests.test_trace import broken_rules
 
 TOY = Path(__file__).parent.parent / "graphs" / "toy"
@@ -185,7 +188,7 @@ def test_a_firing_is_recorded_with_what_its_payloads_say_of_their_size(tmp_path)
     )
     stages = executed(run).profile.stages
     tokens = tuple(float(n) for n in range(104, 112))
-    assert stages["data"]["read"].measures == {"sent_bytes": tuple(2 * n for n in tokens)}
+    assert stages["data"]["read"].measures == {"tokens": tokens, "sent_bytes": tuple(2 * n for n in tokens)}
     assert stages["step"]["process"].measures == {"tokens": tokens, "sent_bytes": (2.0,) * 8}
     assert stages["end"]["process"].measures == {"tokens": (1.0,) * 8}
 
@@ -300,21 +303,6 @@ def test_on_the_cpu_the_transport_of_torch_graphs_marks_host_time():
     assert transport.memory("cpu") is None
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_marks_are_events_that_nobody_waits_for():
-    transport = DeviceTransport()
-    transport.enter("cuda:0")
-    begin = transport.mark("cuda:0")
-    torch.cuda._sleep(200_000_000)
-    end = transport.mark("cuda:0")
-    assert transport.elapsed(begin, end) is None
-    torch.cuda.synchronize()
-    assert 0.02 < transport.elapsed(begin, end) < 2.0
-    peak, total = transport.memory("cuda:0")
-    assert 0 <= peak < total
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 SLOW = ("target.seconds=0.004", "drafter.seconds=0.002", "optimizer.seconds=0.001")
@@ -334,6 +322,16 @@ def test_every_run_ends_with_its_step_its_forecast_and_what_binds_it(tmp_path, c
     assert "overlap efficiency" in log and "bound by target" in log
     profile = load(tmp_path / "overlapped" / "profile.json")
     assert profile.window == 4 and profile.stages["target"]["process"].count == 40
+
+
+def test_where_the_source_counts_rows_and_tokens_their_rates_are_told():
+    steps = Samples(10, 5.0, tuple(range(10)), (0.5,) * 10)
+    held = {"rows": (2.0, 4.0), "tokens": (100.0, 300.0), "supervised": (50.0, 150.0)}
+    reads = Samples(20, 0.2, (8, 9), (0.01, 0.01), held)
+    graph = toy_graph()
+    profile = Profile(dump(graph), 4, "", 2, steps, {"data": {"read": reads}})
+    *_, rates = closing_lines(graph, profile, "")
+    assert rates == "8 messages/s · 24 rows/s · 1,600 tokens/s · 800 supervised tokens/s"
 
 
 def test_a_short_run_ends_with_why_there_is_no_step_time(tmp_path, capsys):

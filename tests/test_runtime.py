@@ -14,6 +14,7 @@ import pytest
 
 from dflash_pipe.errors import BadInput, EndOfChannel, Stalled
 from dflash_pipe.plan import plan
+from dflash_pipe.stall import Watchdog
 from dflash_pipe.stats import BLOCKED, STARVED
 from tests.pipeline import HOOKS, SEEN, Gate, executed, failure, graph_of, run_of, until
 
@@ -389,19 +390,19 @@ def test_what_would_wait_for_its_own_worker_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["sink", "a", "open", "turn"])
-def test_somebody_busy_is_no_stall(tmp_path: Path, where: str) -> None:
+def test_somebody_busy_is_no_stall(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times the limit passes while everybody but one waits: for input, for room, for a turn, to be opened."""
     looks: list[Any] = []
     run = run_of(tmp_path, LINE, "stall_after=0.02", "a.replicas=2", "a.turn=t", "one.capacity=1", "two.capacity=1")
-    look, counted = run._changes_if_all_wait, threading.Event()
+    look, counted = Watchdog.look, threading.Event()
 
-    def looked() -> int | None:
-        looks.append(look())
+    def looked(watchdog: Watchdog) -> str | None:
+        looks.append(look(watchdog))
         if len(looks) > 40:
             counted.set()
         return looks[-1]
 
-    run._changes_if_all_wait = looked  # type: ignore[method-assign]
+    monkeypatch.setattr(Watchdog, "look", looked)
     hook = {"open": "a.open", "turn": "a"}.get(where, where)
     HOOKS[hook] = at(1, lambda: counted.wait(10) and None)
     executed(run)

@@ -150,6 +150,9 @@ def test_a_name_that_was_chosen_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo-2").mkdir()
     assert fresh(tmp_path, "demo", chosen=False) == tmp_path / "demo-3"
+    (tmp_path / "demo" / "log.txt").write_text("failed")
+    assert fresh(tmp_path, "demo", chosen=True) == tmp_path / "demo", "nothing was made there yet"
+    (tmp_path / "demo" / "metrics.jsonl").write_text("{}")
     with pytest.raises(BadInput, match=f"{tmp_path}/demo exists already: choose another name="):
         fresh(tmp_path, "demo", chosen=True)
 

@@ -1,0 +1,218 @@
+"""Autotuned Triton kernels launched by several threads: as Triton does it, under one lock, a lock for each, and ours.
+
+On any machine: the real `Autotuner` with a kernel that does nothing, for errors and for what a launch costs. With a GPU
+also real Gated DeltaNet layers, from a cold cache, with shapes that change every round; every way in a process of its
+own, so that none begins with what another has tuned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.autotuned_launches import OURS, THREADS, WAYS, Launches, at_once, launches
+from benchmarks.machine import described, keep
+from dflash_pipe import BadInput
+from stages.target_model import load_truncated
+from stages.tuning import keep_tuning
+
+__all__ = ["SHAPES", "Stress", "autotune", "separately", "stress"]
+
+SHAPES = ((1, 777), (2, 1500), (3, 2000), (1, 4500))  # rows and tokens; each brings kernels that are not tuned yet
+_AGAIN = "ours, with saved tuning"
+_TIMED = 5
+
+# Qwen3.6-27B's Gated DeltaNet layers; what does not matter here is small.
+_LAYERS: dict[str, Any] = {
+    "hidden_size": 5120,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 512,
+}
+
+
+@dataclass(frozen=True)
+class Stress:
+    """Rounds of changing shapes by one thread a target, from a cold cache.
+
+    errors: what failed, one line each. wrong: forwards without an error whose result is not that of a lone thread.
+    cold: seconds of each round. one, all: seconds of a forward at 3 x 2000 with tuned kernels, one thread alone and
+    all at once. digest: of what a lone thread computed for all shapes. gpus: how many the targets were on.
+    """
+
+    errors: list[str]
+    wrong: int
+    cold: list[float]
+    one: float
+    all: float
+    digest: str
+    gpus: int
+
+
+def stress(way: str, threads: int, tuning: Path | None = None) -> Stress:
+    """Run one way in this process, whose kernels must not be tuned yet. tuning: where tuned configurations are kept."""
+    gpus = min(torch.cuda.device_count(), threads)
+    targets = [_target(f"cuda:{n % gpus}") for n in range(threads)]
+    WAYS[way]()
+    if tuning is not None:
+        keep_tuning(tuning, torch.cuda.get_device_name())
+    errors: list[str] = []
+    results: list[tuple[tuple[int, int], torch.Tensor]] = []
+
+    def forward(number: int, shape: tuple[int, int], times: int = 1) -> None:
+        torch.cuda.set_device(number % gpus)
+        ids, lengths = _batch(shape, f"cuda:{number % gpus}")
+        try:
+            for _ in range(times):
+                hidden = targets[number](ids, lengths)
+            torch.cuda.synchronize()
+            results.append((shape, hidden))
+        except (TypeError, KeyError, RuntimeError) as error:
+            errors.append(f"{shape[0]} x {shape[1]}, thread {number}: {type(error).__name__}: {error}")
+
+    def together(shape: tuple[int, int], count: int, times: int = 1) -> float:
+        return at_once([lambda n=n: forward(n, shape, times) for n in range(count)])  # type: ignore[misc]
+
+    cold = [together(shape, threads) for shape in SHAPES]
+    for shape in SHAPES:  # now that all is tuned
+        together(shape, threads)
+    concurrent, results = results, []
+    alone = {shape: _alone(targets[0], shape) for shape in SHAPES}
+    wrong = sum(not torch.equal(hidden.cpu(), alone[shape]) for shape, hidden in concurrent)
+    digest = hashlib.sha256(b"".join(alone[shape].view(torch.int16).numpy().tobytes() for shape in SHAPES)).hexdigest()
+    one, every = (min(together((3, 2000), n, _TIMED) for _ in range(3)) / _TIMED for n in (1, threads))
+    return Stress(errors, wrong, cold, one, every, digest, gpus)
+
+
+def _target(device: str) -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **_LAYERS).save_pretrained(folder)
+        return load_truncated(folder, None, [0, 2], "bfloat16", device, "random")
+
+
+def _batch(shape: tuple[int, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, tokens = shape
+    ids = torch.randint(0, _LAYERS["vocab_size"], shape, generator=torch.Generator().manual_seed(tokens))
+    return ids.to(device), torch.full((rows,), tokens, device=device)
+
+
+def _alone(target: Any, shape: tuple[int, int]) -> torch.Tensor:
+    return target(*_batch(shape, "cuda:0")).cpu()
+
+
+# --- the command
+
+
+def separately(call: str, **environment: str) -> dict[str, Any]:
+    """The fields of what `call`, an expression of this module, gives in a process of its own.
+
+    Raises subprocess.CalledProcessError if it fails, and subprocess.TimeoutExpired after three minutes.
+    """
+    script = (
+        f"import json; from pathlib import Path; from benchmarks.autotune import *; print(json.dumps(vars({call})))"
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True, timeout=180
+    )
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def autotune(
+    count: Annotated[int, typer.Option(help="launches for each rate", min=1000)] = 4000,
+    repeats: Annotated[int, typer.Option(help="repeats of each way, in turns", min=1)] = 15,
+    threads: Annotated[int, typer.Option(help="threads with a target each, on the GPUs there are", min=2)] = 2,
+    check: Annotated[
+        bool, typer.Option("--check", help="exit with 1 if ours fails or computes something else")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="write autotune.json into this folder")] = None,
+) -> None:
+    """Autotuned kernels in several threads: errors, launches a second, and on a GPU real Gated DeltaNet layers."""
+    if importlib.util.find_spec("triton") is None:
+        raise BadInput("autotune: Triton is not installed (there is none for this platform)")
+    console = Console() if Console().is_terminal else Console(width=130)
+    console.print(described(), highlight=False)
+    rates = launches(count, repeats)
+    _print_launches(console, rates)
+    good = rates[OURS].errors == rates[OURS].wrong == 0
+    real = _stress_all(console, threads) if torch.cuda.is_available() else {}
+    if real:
+        ours, again = real[OURS], real[_AGAIN]
+        good = good and not any(r["errors"] or r["wrong"] for r in (ours, again)) and ours["digest"] == again["digest"]
+    else:
+        console.print("Gated DeltaNet layers: not run (no GPU)", highlight=False)
+    if out:
+        figures = {
+            "count": count,
+            "threads": threads,
+            "launches": {way: vars(r) for way, r in rates.items()},
+            "layers": real,
+        }
+        console.print(f"results: {keep(out, 'autotune', figures)}", highlight=False)
+    if check and not good:
+        raise typer.Exit(1)
+
+
+def _print_launches(console: Console, rates: dict[str, Launches]) -> None:
+    heads = ("way", "errors", "wrong", *(f"{n} thr." for n in THREADS), *(f"{n} waiting" for n in THREADS))
+    table = Table(
+        box=None, pad_edge=False, title="launches; thousands a second, and with a full queue", title_justify="left"
+    )
+    for head in heads:
+        table.add_column(head, justify="left" if head == "way" else "right")
+    for way, r in rates.items():
+        numbers = (f"{each[n] / 1000:.1f}" for each in (r.rate, r.waiting) for n in THREADS)
+        table.add_row(way, f"{r.errors} of {r.launched}", str(r.wrong), *numbers)
+    console.print(table)
+
+
+def _stress_all(console: Console, threads: int) -> dict[str, dict[str, Any]]:
+    """Every way from a cold cache; ours once more, in another process with what the first has tuned."""
+    shapes = ", ".join(f"{rows} x {tokens}" for rows, tokens in SHAPES)
+    table = Table(
+        box=None, pad_edge=False, title=f"Gated DeltaNet layers, {shapes}, {threads} threads", title_justify="left"
+    )
+    for head in ("way", "errors", "wrong", "s of the cold rounds", "1 thread ms", f"{threads} threads ms"):
+        table.add_column(head, justify="left" if head == "way" else "right")
+    found, said = {}, []
+    with tempfile.TemporaryDirectory() as folder, console.status("") as status:
+        file = Path(folder) / "tuning.json"
+        for way in (*WAYS, _AGAIN):
+            status.update(way)
+            ours = way in (OURS, _AGAIN)
+            call = f"stress({OURS if ours else way!r}, {threads}, {f'Path({str(file)!r})' if ours else None})"
+            cache = Path(folder) / way.replace(" ", "-")
+            r = found[way] = separately(call, TRITON_CACHE_DIR=str(cache))
+            cold = " ".join(f"{seconds:.1f}" for seconds in r["cold"])
+            times = (f"{1000 * r[key]:.1f}" for key in ("one", "all"))
+            table.add_row(way, f"{len(r['errors'])} of {2 * threads * len(SHAPES)}", str(r["wrong"]), cold, *times)
+            said += [f"{way}: {error}" for error in r["errors"][:3]]
+    console.print(table)
+    same = "the same bits" if found[OURS]["digest"] == found[_AGAIN]["digest"] else "OTHER bits"
+    console.print(*said, f"{found[OURS]['gpus']} GPU(s); {_AGAIN}: {same}", sep="\n", highlight=False)
+    return found

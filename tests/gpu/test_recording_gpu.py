@@ -1,0 +1,50 @@
+"""On a GPU service times come from events on the worker's stream, read when they have completed, never waited for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_pipe.trace import critical, write_chrome
+from stages.devices import DeviceTransport
+from tests.test_trace import broken_rules
+from tests.training import TINY, train, write_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # compilers and kernel packages warn of what is not ours
+]
+
+
+def test_marks_are_events_that_nobody_waits_for() -> None:
+    transport = DeviceTransport()
+    transport.enter("cuda:0")
+    begin = transport.mark("cuda:0")
+    torch.cuda._sleep(200_000_000)
+    end = transport.mark("cuda:0")
+    assert transport.elapsed(begin, end) is None
+    torch.cuda.synchronize()
+    elapsed = transport.elapsed(begin, end)
+    assert elapsed is not None and 0.02 < elapsed < 2.0
+    memory = transport.memory("cuda:0")
+    assert memory is not None and 0 <= memory[0] < memory[1]
+
+
+@pytest.mark.parametrize("topology", ["sequential", "overlapped"])
+def test_a_recorded_training_has_a_profile_a_valid_trace_and_knows_its_memory(topology: str, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "train.arrow", vocabulary=300)
+    settings = [f"data.path={rows}", *TINY, "data.epochs=12"]
+    result = train([topology, "targets/tiny_llama"], settings, tmp_path / "run").result
+    profile, timeline = result.profile, result.timeline
+    assert profile is not None and timeline is not None, result.unmeasured
+    assert profile.memory["cuda:0"].peak > 0 and "target" in profile.memory["cuda:0"].stages
+    assert all(samples.mean > 0 for parts in profile.stages.values() for samples in parts.values())
+    busy = sum(samples.total for parts in profile.stages.values() for samples in parts.values())
+    assert busy < 2 * profile.steps.total  # two workers at most are at work on one GPU at a time
+    write_chrome(timeline, tmp_path / "trace.json")
+    assert broken_rules(json.loads((tmp_path / "trace.json").read_text())) == []
+    assert critical(timeline)
