@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ __all__ = ["WAYS", "Cost", "measure", "read_way", "rows", "write"]
 MICROSECONDS, IN_MEMORY = 2.0, 1.1  # goals: for a row handed out, and of the file's size
 _LISTS = 10_000  # rows that the lists are made of: Python objects take many times the file's size
 _OURS = "this project's reader"
-_BATCH = 8
+_BATCH, _PART = 8, 100  # rows of a micro-batch; rows timed at once
 
 # What gives (ids, mask) of a row.
 Reader = Callable[[int], tuple[Any, Any]]
@@ -121,12 +122,7 @@ def read_way(way: str, file: Path, rows: int, reads: int) -> Cost:
     opened = time.perf_counter() - began
     order = np.random.default_rng(1).permutation(kept).tolist()
     some = (order * (-(-reads // kept)))[:reads]
-    for row in some[:10]:
-        read(row)
-    began = time.perf_counter()
-    for row in some:
-        read(row)
-    handed_out = (time.perf_counter() - began) / reads
+    handed_out = _hand_out(read, some)
     in_batch = _fill(read, some)
     if WAYS[way] is _ours:  # the others' memory does not grow with what was read, or is a multiple of it already
         _fill(read, order)
@@ -136,16 +132,32 @@ def read_way(way: str, file: Path, rows: int, reads: int) -> Cost:
     return Cost(way, kept, handed_out * 1e6, in_batch * 1e6, opened, resident)
 
 
+def _hand_out(read: Reader, order: list[int]) -> float:
+    """Seconds a row: the median over parts of the order, so that a moment in which others ran says nothing."""
+    times = []
+    for first in range(0, len(order), _PART):
+        part = order[first : first + _PART]
+        began = time.perf_counter()
+        for row in part:
+            read(row)
+        times.append((time.perf_counter() - began) / len(part))
+    return statistics.median(times)
+
+
 def _fill(read: Reader, order: list[int]) -> float:
-    """Seconds a row until it lies in the padded arrays of a micro-batch of 8."""
+    """Seconds a row until it lies in the padded arrays of a micro-batch; median over parts of the order."""
     width = len(read(order[0])[0])
     ids, mask = np.zeros((_BATCH, width), dtype=np.int64), np.zeros((_BATCH, width), dtype=bool)
-    began = time.perf_counter()
-    for number, row in enumerate(order):
-        own_ids, own_mask = read(row)
-        ids[number % _BATCH, : len(own_ids)] = own_ids
-        mask[number % _BATCH, : len(own_mask)] = own_mask
-    return (time.perf_counter() - began) / len(order)
+    times = []
+    for first in range(0, len(order), _PART):
+        part = order[first : first + _PART]
+        began = time.perf_counter()
+        for number, row in enumerate(part):
+            own_ids, own_mask = read(row)
+            ids[number % _BATCH, : len(own_ids)] = own_ids
+            mask[number % _BATCH, : len(own_mask)] = own_mask
+        times.append((time.perf_counter() - began) / len(part))
+    return statistics.median(times)
 
 
 def _resident() -> int | None:

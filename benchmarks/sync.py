@@ -5,7 +5,6 @@ Every way does the same: both replicas end with the sum. Where a machine lacks w
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 from benchmarks.machine import described, keep
 from dflash_pipe import BadInput
 
-__all__ = ["GOAL", "WAYS", "Gradients", "Grid", "factors", "sync"]
+__all__ = ["GOAL", "WAYS", "Gradients", "Grid", "concluded", "factors", "sync"]
 
 GOAL = 30.0  # per parameter through the CPU / flat pinned, on CUDA
 _DTYPE = torch.bfloat16
@@ -118,10 +117,13 @@ def timed(act: Callable[[], None], tensors: Sequence[Tensor], repeats: int) -> f
 
 # --- the factors, one by one
 
+_FRESH, _KEPT, _PINNED_MEMORY = "pageable, fresh", "pageable, kept", "pinned, kept"
+
 
 @dataclass(frozen=True)
 class Grid:
-    """Seconds to bring gradients to host memory and back. memory: pageable or pinned (plain: there is no GPU)."""
+    """Seconds to bring gradients to host memory and back. memory: pageable that is asked for anew each time or kept, or
+    pinned and kept."""
 
     numbers: int
     count: int
@@ -131,48 +133,52 @@ class Grid:
 
 def factors(numbers: int, counts: Sequence[int], device: str, repeats: int) -> list[Grid]:
     """Every size (whole, a sixteenth), number of tensors and kind of memory, with every other."""
-    kinds = ("pageable", "pinned") if device != "cpu" else ("plain",)
+    kinds = (_FRESH, _KEPT) if device == "cpu" else (_FRESH, _KEPT, _PINNED_MEMORY)
     found = []
     for size in (numbers, numbers // 16):
         for count in counts:
             own = Gradients(size, count, [device]).each[0]
             for kind in kinds:
-                host = torch.empty(size, dtype=_DTYPE, pin_memory=kind == "pinned").split([len(t) for t in own])
-
-                def there_and_back(host: Sequence[Tensor] = host, own: Sequence[Tensor] = own) -> None:
-                    for away, here in zip(host, own, strict=True):
-                        away.copy_(here, non_blocking=True)
-                    for away, here in zip(host, own, strict=True):
-                        here.copy_(away, non_blocking=True)
-
-                found.append(Grid(size, count, kind, timed(there_and_back, own, repeats)))
+                host = None if kind == _FRESH else _on_host(own, pinned=kind == _PINNED_MEMORY)
+                found.append(Grid(size, count, kind, timed(partial(_there_and_back, own, host), own, repeats)))
     return found
 
 
-def _conclusion(grid: Sequence[Grid]) -> list[str]:
-    """How many times longer each factor alone makes it, the others fixed: geometric mean over all their values."""
+def _on_host(own: Sequence[Tensor], pinned: bool) -> Sequence[Tensor]:
+    """As many tensors in one block of host memory."""
+    sizes = [len(part) for part in own]
+    return torch.empty(sum(sizes), dtype=_DTYPE, pin_memory=pinned).split(sizes)
 
-    def times(more: Callable[[Grid], bool], fewer: Callable[[Grid, Grid], bool]) -> float:
-        pairs = [(a, b) for a in grid if more(a) for b in grid if fewer(a, b)]
-        return math.exp(statistics.fmean(math.log(a.seconds / b.seconds) for a, b in pairs))
 
-    most, least = max(g.count for g in grid), min(g.count for g in grid)
-    largest = max(g.numbers for g in grid)
-    counted = times(
-        lambda a: a.count == most, lambda a, b: b.count == least and (a.numbers, a.memory) == (b.numbers, b.memory)
-    )
-    sized = times(
-        lambda a: a.numbers == largest, lambda a, b: b.numbers < largest and (a.count, a.memory) == (b.count, b.memory)
-    )
-    lines = [f"{most:,} tensors instead of {least}: {counted:.2f} times the seconds", f"16 times the size: {sized:.2f}"]
-    if any(g.memory == "pinned" for g in grid):
-        paged = times(
-            lambda a: a.memory == "pageable",
-            lambda a, b: b.memory == "pinned" and (a.count, a.numbers) == (b.count, b.numbers),
-        )
-        cause = "the kind of memory" if paged > counted else "the number of transfers"
-        lines += [f"pageable instead of pinned memory: {paged:.2f}", f"the explanation that held: {cause}"]
-    return lines
+def _there_and_back(own: Sequence[Tensor], host: Sequence[Tensor] | None) -> None:
+    """host: None asks for memory, tensor by tensor."""
+    away = [torch.empty(len(part), dtype=_DTYPE) for part in own] if host is None else host
+    for there, here in zip(away, own, strict=True):
+        there.copy_(here, non_blocking=True)
+    for there, here in zip(away, own, strict=True):
+        here.copy_(there, non_blocking=True)
+
+
+def concluded(grid: Sequence[Grid]) -> list[str]:
+    """How many times longer each factor alone makes it, all else being equal: geometric mean over all of that."""
+
+    def times(**changed: tuple[object, object]) -> float:
+        ((name, (slow, fast)),) = changed.items()
+        others = [key for key in ("numbers", "count", "memory") if key != name]
+        seconds = {(getattr(g, name), *(getattr(g, key) for key in others)): g.seconds for g in grid}
+        ratios = [took / seconds[fast, *rest] for (value, *rest), took in seconds.items() if value == slow]
+        return statistics.geometric_mean(ratios)
+
+    numbers, counts = sorted({g.numbers for g in grid}), sorted({g.count for g in grid})
+    found = {
+        f"{counts[-1]:,} tensors instead of {counts[0]}": times(count=(counts[-1], counts[0])),
+        "memory asked for anew instead of kept": times(memory=(_FRESH, _KEPT)),
+    }
+    if any(g.memory == _PINNED_MEMORY for g in grid):
+        found["pageable memory instead of pinned"] = times(memory=(_KEPT, _PINNED_MEMORY))
+    lines = [f"{what}: {factor:.2f} times the seconds" for what, factor in found.items()]
+    lines.append(f"16 times the size: {times(numbers=(numbers[-1], numbers[0])):.2f} times the seconds")
+    return [*lines, f"what costs most, all else being equal: {max(found, key=lambda what: found[what])}"]
 
 
 # --- the command
@@ -237,5 +243,5 @@ def _print(console: Console, seconds: dict[str, float], grid: Sequence[Grid]) ->
         rate = 2 * g.numbers * _DTYPE.itemsize / g.seconds / 1e9
         table.add_row(f"{g.numbers:,}", f"{g.count:,}", g.memory, f"{g.seconds * 1e3:.4g}", f"{rate:.3g}")
     console.print(table)
-    for line in _conclusion(grid):
+    for line in concluded(grid):
         console.print(line, highlight=False)

@@ -25,7 +25,7 @@ from dflash_pipe.transport import Transport
 __all__ = ["Mark", "Recording", "Tape"]
 
 KEEP = 20_000  # newest spans, waits and depths in a timeline
-# Reading one firing in a loop costs 1.5 us, reading it between a stage's work and a hand-off three times as much.
+# Firings are read many at a time, so that what lies between a stage's work and its hand-off stays short.
 _AT_A_TIME = 64
 _SpanEntry = tuple[str, str, int, int, float, float]
 # A moment on the host's clock; and where the transport marks it otherwise, on which device, and how.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -22,14 +23,17 @@ _BATCH_TOKENS = 1 << 20  # tokens in a record batch of the finished file
 
 
 def write_shard(file: Path, rows: list[tuple[np.ndarray, np.ndarray, str]]) -> dict[str, int]:
-    """Write (ids [S], mask [S], name) rows as one record batch; returns {rows, tokens, supervised} of it."""
+    """Write (ids [S], mask [S], name) rows as one record batch; returns {rows, tokens, supervised} of it.
+
+    The file appears whole or not at all.
+    """
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(ids) for ids, _, _ in rows], out=offsets[1:])
     tokens = np.concatenate([ids for ids, _, _ in rows]).astype(np.int32, copy=False)
     mask = np.concatenate([mask for _, mask, _ in rows]).astype(np.uint8, copy=False)
     lists = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (tokens, mask)]
     names = pa.array([name for _, _, name in rows], pa.string())
-    with pa.ipc.new_file(str(file), SCHEMA) as out:
+    with _whole(file, SCHEMA) as out:
         out.write_batch(pa.record_batch([*lists, names], schema=SCHEMA))
     return {"rows": len(rows), "tokens": len(tokens), "supervised": int(np.count_nonzero(mask))}
 
@@ -37,13 +41,9 @@ def write_shard(file: Path, rows: list[tuple[np.ndarray, np.ndarray, str]]) -> d
 def assemble(shards: list[Path], file: Path, recipe: dict[str, Any]) -> None:
     """Put the shards together as `file`, which appears whole or not at all. recipe: what `recipe_of` will say."""
     schema = SCHEMA.with_metadata({RECIPE: json.dumps(recipe)})
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    with pa.ipc.new_file(str(unfinished), schema) as out:
+    with _whole(file, schema) as out:
         for table in _tables(shards):
             out.write_table(table.combine_chunks().replace_schema_metadata(schema.metadata))
-    with open(unfinished, "rb") as written:
-        os.fsync(written.fileno())
-    os.replace(unfinished, file)
 
 
 def copy_rows(file: Path, start: int, stop: int, shard: Path) -> None:
@@ -52,8 +52,19 @@ def copy_rows(file: Path, start: int, stop: int, shard: Path) -> None:
         table = pa.ipc.open_file(source).read_all()
         if table.num_rows < stop:
             raise IndexError(f"{file} has {table.num_rows} rows, not {stop}")
-        with pa.ipc.new_file(str(shard), SCHEMA) as out:
+        with _whole(shard, SCHEMA) as out:
             out.write_table(table.slice(start, stop - start).replace_schema_metadata(None))
+
+
+@contextlib.contextmanager
+def _whole(file: Path, schema: pa.Schema) -> Iterator[Any]:
+    """A writer of `file`, which gets its name once it is whole and on the disk."""
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    with pa.ipc.new_file(str(unfinished), schema) as out:
+        yield out
+    with open(unfinished, "rb") as written:
+        os.fsync(written.fileno())
+    os.replace(unfinished, file)
 
 
 def _tables(files: list[Path]) -> Iterator[pa.Table]:

@@ -15,7 +15,6 @@ flight on its device: tune before the first collective, or keep targets and draf
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import importlib.util
 import logging
 import sys
@@ -27,7 +26,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["FLA_TESTED", "TRITON_TESTED", "Keeper", "Way", "keep_in", "make_thread_safe", "patch"]
+__all__ = ["FLA_TESTED", "TRITON_TESTED", "Keeper", "Way", "keep_in", "make_thread_safe", "patch", "way_taken"]
 
 TRITON_TESTED = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 FLA_TESTED = ("0.6.0",)
@@ -84,12 +83,19 @@ def make_thread_safe() -> Way:
 # --- Triton
 
 
+def way_taken() -> Way:
+    """How Triton's Autotuner class has been changed so far."""
+    from triton.runtime.autotuner import Autotuner
+
+    return getattr(Autotuner.run, _OURS, "unchanged")
+
+
 def _patch_autotuner() -> Way:
     import triton
     from triton.runtime.autotuner import Autotuner
 
     run: Any = Autotuner.run
-    if (way := getattr(run, _OURS, None)) is not None:
+    if (way := way_taken()) != "unchanged":
         return way
     if run.__module__ != Autotuner.__module__:
         why = f"{run.__module__} has changed Triton's Autotuner"
@@ -202,7 +208,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 def _shorten_cached_autotuner(way: Way) -> None:
     """Its subclass makes the key a second time, to look into a cache of its own; if that is off, `run` adds nothing."""
     module = sys.modules.get("fla.ops.utils.cache")
-    if module is None or way != "lock-free" or importlib.metadata.version("fla-core") not in FLA_TESTED:
+    if module is None or way != "lock-free" or sys.modules["fla"].__version__ not in FLA_TESTED:
         return
     if module.FLA_CACHE_MODE is module.FlaCacheMode.DISABLED and "run" in vars(module.CachedAutotuner):
         del module.CachedAutotuner.run

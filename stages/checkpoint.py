@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dflash_pipe import BadInput, Context, Stage
 from stages.arrow_rows import recipe_of
 from stages.dflash_model import DrafterKeys
-from stages.drafter_files import export, launch_lines, load_drafter
+from stages.drafter_files import export, launch_lines, load_drafter, read_record, refuse_what_is_no_export
 from stages.messages import Parameters
 from stages.model_source import locate
 
@@ -20,7 +22,8 @@ _OF_THE_DATA = ("tokenizer", "revision", "vocabulary", "template", "thinking", "
 class Export(Stage):
     """Export the drafter of the last optimizer step (form and checks: `stages.drafter_files`).
 
-    Prints how to serve the result.
+    A resumed run begins with the weights that were saved, so one that had ended exports the same again. Prints how to
+    serve the result. What an earlier part of the same run exported is replaced; anything else is in the way.
 
     drafter: the whole `with:` mapping of stage drafter. data: path of the training data, whose template and thinking
     flag are recorded (null: none are). folder: where to; a relative one lies in the run's folder.
@@ -47,7 +50,19 @@ class Export(Stage):
             "drafter": self.drafter,
             "data": {key: recipe[key] for key in _OF_THE_DATA if key in recipe},
         }
+        self._refuse_foreign(ctx.restored is not None)
         self.newest: Parameters | None = None
+        if ctx.restored is not None and "masters" in ctx.restored:
+            masters = torch.from_numpy(ctx.restored["masters"])
+            self.newest = Parameters(masters, int(ctx.restored["step"]))
+
+    def _refuse_foreign(self, resumed: bool) -> None:
+        """Raise BadInput, before anything is trained, where the export would replace what this run did not make."""
+        refuse_what_is_no_export(self.to)
+        there = read_record(self.to)
+        there.pop("step", None)
+        if self.to.exists() and not (resumed and there == self.record):
+            raise BadInput(f"{self.to} is the export of another run: choose another folder")
 
     def process(self, params: Parameters) -> None:
         self.newest = params

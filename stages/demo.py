@@ -26,6 +26,7 @@ from rich.table import Table
 from dflash_pipe.cli import execute, failures_to_exit_codes, opened
 from dflash_pipe.run_folder import fresh
 from dflash_pipe.runtime import Result
+from stages.arrow_rows import recipe_of
 from stages.drafter_files import launch_lines
 from stages.model_source import locate
 from stages.prompts import prompts
@@ -81,9 +82,13 @@ class Demo:
         self.graph("answers", *paths, f"target.dtype={self.dtype}", seconds=_ANSWERING * self.budget.seconds)
 
     def evaluate(self, name: str, drafter: str) -> dict[str, Any]:
-        """evaluation.json of a drafter on the held-out rows, in float32."""
+        """evaluation.json of a drafter on the held-out rows.
+
+        In the dtype in which the target wrote them: in another one they may not be its own greedy continuation.
+        """
         self.say(f"Acceptance length on held-out problems, {name} training")
-        self.graph("evaluate", drafter, f"data.path={self.folder / 'data' / 'eval.arrow'}", name=name)
+        data = f"data.path={self.folder / 'data' / 'eval.arrow'}"
+        self.graph("evaluate", drafter, data, f"target.dtype={self.dtype}", name=name)
         found: dict[str, Any] = json.loads((self.folder / name / "evaluation.json").read_text())
         return found
 
@@ -116,15 +121,16 @@ class Demo:
 
     def tell(self, training: Result, before: dict[str, Any], after: dict[str, Any]) -> None:
         """The closing table, how to serve the drafter, and what to try next."""
-        metrics = training.view.metrics
+        rows, tokens = training.cursor["rows"]["read"], training.cursor["tokens"]["real"]
+        epochs = rows / recipe_of(self.folder / "data" / "train.arrow")["rows"]
         steps = [json.loads(line) for line in (self.folder / "training" / "metrics.jsonl").read_text().splitlines()]
         losses = [step["loss"] for step in steps if "loss" in step]
         table = Table(title="What this run measured", title_justify="left", show_header=False, min_width=76)
         table.add_row("loss, first → last 10 steps", f"{losses[0]:.2f} → [bold]{statistics.mean(losses[-10:]):.2f}[/]")
         table.add_row("τ on held-out problems", f"{before['tau']:.2f} → [bold]{after['tau']:.2f}[/]")
         table.add_row("measured on", f"{after['responses']} answers, {after['tokens']:,} tokens, blocks of {_BLOCK}")
-        table.add_row("steps, epochs", f"{metrics['step']}, {metrics.get('epoch', 0):.1f}")
-        table.add_row("trained tokens a second", f"{self.tokens(steps) / training.view.elapsed:,.0f}")
+        table.add_row("steps, epochs", f"{training.view.metrics['step']}, {epochs:.1f}")
+        table.add_row("trained tokens a second", f"{tokens / training.view.elapsed:,.0f}")
         for worker in training.view.workers:
             shares = f"{worker.busy:4.0%} /{worker.starved:4.0%} /{worker.blocked:4.0%}"
             table.add_row(f"{worker.name}: busy / starved / blocked", shares)
@@ -143,10 +149,6 @@ class Demo:
             soft_wrap=True,
             highlight=False,
         )
-
-    def tokens(self, steps: list[dict[str, Any]]) -> int:
-        """Tokens of the rows that were trained on, padding not counted."""
-        return int(max((step.get("tokens", 0) for step in steps), default=0))
 
 
 def faster_dtype() -> str:

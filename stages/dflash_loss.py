@@ -8,12 +8,13 @@ The loss of a window is a quotient of two sums (`Sums`), so it does not depend o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dflash_pipe import BadInput
+from dflash_pipe.errors import nearest
 
 __all__ = [
     "DpaceWeight",
@@ -47,6 +48,8 @@ class LossConfig:
     dpace: DpaceWeight = "suffix"
 
     def __post_init__(self) -> None:
+        if self.type not in get_args(Loss):  # read from a file, where no graph is
+            raise BadInput(f"loss is {self.type!r}{nearest(self.type, get_args(Loss))}")
         if self.gamma is not None and not self.gamma > 0:
             raise BadInput(f"gamma is {self.gamma}, expected a positive number of slots (or null: no decay)")
         if not 0.0 <= self.alpha <= 1.0:

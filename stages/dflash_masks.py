@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_pipe import BadInput
-from dflash_pipe.errors import nearest
 
 __all__ = [
-    "ATTENTION",
+    "Attention",
     "BlockGeometry",
     "attend",
     "build_mask",
@@ -31,21 +30,20 @@ __all__ = [
     "tile_mask",
 ]
 
-ATTENTION = ("flex", "sdpa", "eager")
+Attention = Literal["auto", "flex", "sdpa", "eager"]
+
 _FLEX_HEAD_DIM = 16  # the least that flex attention's CUDA kernel takes
 TILE = 128  # queries and keys in one tile of flex attention
 
 
-def resolve_attention(name: str, device: torch.device, head_dim: int) -> str:
+def resolve_attention(name: Attention, device: torch.device, head_dim: int) -> Attention:
     """The backend: "auto" is flex on CUDA (its cost grows with what is visible) and sdpa elsewhere.
 
-    Raises BadInput for other names, and for flex on CUDA with heads that its kernel does not take.
+    Raises BadInput for flex on CUDA with heads that its kernel does not take.
     """
     fits = head_dim >= _FLEX_HEAD_DIM
     if name == "auto":
         return "flex" if device.type == "cuda" and fits else "sdpa"
-    if name not in ATTENTION:
-        raise BadInput(f"attention is {name!r}{nearest(name, ('auto', *ATTENTION))}")
     if name == "flex" and device.type == "cuda" and not fits:
         raise BadInput(
             f"attention is 'flex', whose CUDA kernel takes heads of {_FLEX_HEAD_DIM} and more, not {head_dim}"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dflash_pipe import BadInput
 from stages.dflash_config import SLIDING, DrafterConfig, DrafterKeys
-from stages.dflash_masks import BlockGeometry, attend, build_mask, resolve_attention
+from stages.dflash_masks import Attention, BlockGeometry, attend, build_mask, resolve_attention
 from stages.dflash_rope import inverse_frequencies, rotate, rotation
 
 __all__ = [
@@ -116,7 +116,7 @@ class DFlashModel(nn.Module):
         self._frequencies, self._rope_factor = inverse_frequencies(config)  # float32 whatever the model's dtype
 
     def forward(
-        self, block_embeds: Tensor, context: Tensor, anchors: Tensor, keep: Tensor, attention: str = "auto"
+        self, block_embeds: Tensor, context: Tensor, anchors: Tensor, keep: Tensor, attention: Attention = "auto"
     ) -> Tensor:
         """Draft all blocks in one pass.
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from dflash_pipe import BadInput, Context, Stage, Stamp
-from dflash_pipe.errors import nearest
 from stages.anchors import draw_anchors
-from stages.dflash_loss import LossConfig, Sums, Supervision, auto_gamma, block_inputs, block_loss
-from stages.dflash_masks import ATTENTION, resolve_attention
+from stages.dflash_config import ArchitectureKeys
+from stages.dflash_loss import DpaceWeight, Loss, LossConfig, Sums, Supervision, auto_gamma, block_inputs, block_loss
+from stages.dflash_masks import Attention, resolve_attention
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten
 from stages.messages import FeatureBatch, Gradients, Parameters, Partial
 from stages.target_model import load_frozen, resolve_dtype
@@ -26,14 +27,14 @@ __all__ = ["DrafterStep"]
 _CHUNK = {"cpu": 128, "cuda": 2048}
 
 
-class DrafterStep(Stage):
+class DrafterStep(ArchitectureKeys, Stage):
     """Accumulate the gradient of the summed loss over a window, in `partials` fixed shares.
 
     Micro-batch `slot` of a window goes to partial `slot mod partials`; replica k of r holds the partials congruent to
     k mod r. A partial is therefore the same sum in the same order whoever computes it. The loss is not divided here:
     the optimizer knows the weight of the whole window.
 
-    The first fields say what the drafter is (`DrafterKeys`); the others:
+    The first fields say what the drafter is (`ArchitectureKeys`); the others:
     num_anchors: blocks a sequence at most. partials: sums of a window, a multiple of the drafter's replicas, and the
     same number wherever results are to be equal. gamma: decay in slots, null: none, "auto": by the block size (7 for
     16).
@@ -42,29 +43,13 @@ class DrafterStep(Stage):
     on a CPU and bfloat16 on a GPU. The sums are float32 always.
     """
 
-    target: str
-    revision: str | None = None
-    layers: int | list[int] = 5
-    num_layers: int = 5
-    block_size: int = 16
-    mask_token_id: int | str = "auto"
-    sliding_window: int | None = None
-    sliding_layers: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    feature_std: str | None = None
-    final_norm_init: float = 1.0
-    dtype: str = "auto"
-    weights: str = "pretrained"
     num_anchors: int = 512
-    gamma: float | str | None = "auto"
-    loss: str = "dflash"
+    gamma: float | Literal["auto"] | None = "auto"
+    loss: Loss = "dflash"
     alpha: float = 0.5
-    dpace: str = "suffix"
+    dpace: DpaceWeight = "suffix"
     partials: int = 1
-    attention: str = "auto"
+    attention: Attention = "auto"
     ce_chunk: int | None = None
 
     def check(self, replicas: int) -> None:
@@ -79,8 +64,6 @@ class DrafterStep(Stage):
             raise BadInput(f"num_anchors is {self.num_anchors}, expected at least 1")
         if self.ce_chunk is not None and self.ce_chunk < 1:
             raise BadInput(f"ce_chunk is {self.ce_chunk}, expected at least 1 row")
-        if self.attention not in ("auto", *ATTENTION):
-            raise BadInput(f"attention is {self.attention!r}{nearest(self.attention, ('auto', *ATTENTION))}")
 
     def architecture(self) -> DrafterKeys:
         """The fields that say what the drafter is."""
@@ -88,9 +71,7 @@ class DrafterStep(Stage):
         return DrafterKeys(**{name: getattr(self, name) for name in names})
 
     def _loss_config(self) -> LossConfig:
-        if isinstance(self.gamma, str) and self.gamma != "auto":
-            raise BadInput(f'gamma is {self.gamma!r}, expected a number of slots, null or "auto"')
-        gamma = auto_gamma(self.block_size) if isinstance(self.gamma, str) else self.gamma
+        gamma = auto_gamma(self.block_size) if self.gamma == "auto" else self.gamma
         return LossConfig(self.loss, gamma, self.alpha, self.dpace)
 
     def open(self, ctx: Context) -> None:
@@ -106,9 +87,22 @@ class DrafterStep(Stage):
         self._chunk = self.ce_chunk or _CHUNK.get(self._device.type, _CHUNK["cuda"])
         self._mine = range(ctx.replica, self.partials, ctx.replicas)
         self._step: int | None = None
+        if ctx.replica == 0:
+            print(self._opening_line(dtype.itemsize))
         if self._device.type == "cuda":
             self._warm_up()
         self._begin_window()
+
+    def _opening_line(self, itemsize: int) -> str:
+        """What was resolved, and what it takes; how many tokens a micro-batch has is for the data to say."""
+        of, size = self.config, self._flat.size
+        logits = self._chunk * of.vocab_size * (itemsize + 4)  # and their probabilities, in float32
+        return (
+            f"drafter: {size:,} parameters, MASK is token {of.mask_token_id}, "
+            f"target layers {', '.join(map(str, of.target_layer_ids))}; memory: {_bytes(size * itemsize)} weights and "
+            f"{_bytes(4 * size * len(self._mine))} gradients here, {_bytes(12 * size)} float32 weights and moments in "
+            f"the optimizer, {_bytes(of.feature_size * itemsize)} of features a token, {_bytes(logits)} logits at once"
+        )
 
     def _warm_up(self) -> None:
         """Build the kernels now, while no other stage computes: a batch of one row is a kernel of its own."""
@@ -175,3 +169,9 @@ class DrafterStep(Stage):
         self._flat.sum_gradients_into(None)
         self._begin_window()
         return gradients
+
+
+def _bytes(count: int) -> str:
+    """A number of bytes as a reader wants it: 2.5 MiB."""
+    power = min(3, max(0, count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

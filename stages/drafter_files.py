@@ -25,7 +25,14 @@ from stages.dflash_config import SLIDING
 from stages.dflash_model import DFlashModel, DrafterConfig, parameter_layout
 from stages.target_model import text_config
 
-__all__ = ["export", "launch_lines", "load_drafter", "read_record", "refuse_other_target"]
+__all__ = [
+    "export",
+    "launch_lines",
+    "load_drafter",
+    "read_record",
+    "refuse_other_target",
+    "refuse_what_is_no_export",
+]
 
 CONFIG, WEIGHTS, RECORD = "config.json", "model.safetensors", "dflash_pipe.json"
 
@@ -36,8 +43,7 @@ def export(config: DrafterConfig, record: dict[str, Any], flat: Tensor, folder: 
     record: JSON, kept as it is in dflash_pipe.json. flat: [P] weights, laid out by `parameter_layout`; rounded to
     bfloat16. Raises BadInput where `folder` is something else than an export, and where the check fails.
     """
-    if folder.exists() and not (folder / RECORD).is_file():
-        raise BadInput(f"{folder} exists and is no export (it has no {RECORD}): choose another folder")
+    refuse_what_is_no_export(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -51,8 +57,18 @@ def export(config: DrafterConfig, record: dict[str, Any], flat: Tensor, folder: 
     _write_json(unfinished / CONFIG, config_json(config))
     _write_json(unfinished / RECORD, record)
     _check(config, tensors, unfinished)
-    shutil.rmtree(folder, ignore_errors=True)
+    older = folder.with_name(f".{folder.name}.older")
+    shutil.rmtree(older, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, older)
     os.replace(unfinished, folder)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def refuse_what_is_no_export(folder: Path) -> None:
+    """Raise BadInput where something is at `folder` that an export must not replace."""
+    if folder.exists() and not (folder / RECORD).is_file():
+        raise BadInput(f"{folder} exists and is no export (it has no {RECORD}): choose another folder")
 
 
 def config_json(config: DrafterConfig) -> dict[str, Any]:

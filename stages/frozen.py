@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_pipe import BadInput
 from stages.model_source import ModelSource, Weights, first_line, locate, text_config
 
 __all__ = ["Frozen", "load_frozen", "random_embedding"]

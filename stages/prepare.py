@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -29,12 +30,14 @@ __all__ = ["ArrowWriter", "JsonlConversations", "Tokenise"]
 FORMAT = 1  # goes up whenever the same conversations would become other rows
 _FURTHER_ROW = re.compile(r"#\d+$")  # Regenerate's second, third, ... row of one conversation stays beside its first
 SHARD_TOKENS = 1 << 23  # tokens held in memory before a shard is written
+_PART = 1 << 20  # bytes
 
 
 class JsonlConversations(Source[Conversations]):
     """Read conversations from a JSON Lines file (forms: see `stages.conversations`).
 
-    The cursor is {line, offset, rows}: lines and bytes behind us, rows sent.
+    The cursor is {line, offset, rows, size, digest}: lines and bytes behind us, rows sent; the file's size and a digest
+    of the bytes behind us, and a cursor into a file that has changed is refused.
 
     path: the file. split: only rows whose `split` is this, the others are counted (null: all). limit: at most so many
     rows. batch: rows in a message.
@@ -56,15 +59,17 @@ class JsonlConversations(Source[Conversations]):
             raise BadInput(f"no conversations at {path}{nearest(path.name, around)}")
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Conversations | None]]:
-        """Yield the rows after `cursor`. Raises `BadInput` for a malformed line, or if there is no row at all."""
+        """Yield the rows after `cursor`. Raises `BadInput` for a malformed line, if there is no row at all, and for a
+        cursor into a file that was another."""
         at = {"line": 0, "offset": 0, "rows": 0, **(cursor or {})}
         rows: list[dict[str, Any]] = []
         other = 0
         with open(self.path, "rb") as file:
-            file.seek(at["offset"])
+            behind = self._digest_behind(file, at)
             for line in file:
                 if self.limit is not None and at["rows"] >= self.limit:
                     break
+                behind.update(line)
                 at["line"] += 1
                 at["offset"] += len(line)
                 if not line.strip():
@@ -76,12 +81,22 @@ class JsonlConversations(Source[Conversations]):
                 rows.append(row)
                 at["rows"] += 1
                 if len(rows) == self.batch:
-                    yield dict(at), self._message(rows, other)
+                    yield {**at, "digest": behind.hexdigest()}, self._message(rows, other)
                     rows, other = [], 0
         if not at["rows"]:
             raise BadInput(f"{self.path}: no conversations" + (f" of split {self.split!r}" if other else ""))
         if rows or other:
-            yield dict(at), self._message(rows, other)
+            yield {**at, "digest": behind.hexdigest()}, self._message(rows, other)
+
+    def _digest_behind(self, file: IO[bytes], at: dict[str, Any]) -> Any:
+        """Move to where the cursor points and put the file's size into it; a hash of the bytes before."""
+        behind, size = hashlib.blake2b(digest_size=8), os.fstat(file.fileno()).st_size
+        while part := file.read(min(_PART, at["offset"] - file.tell())):
+            behind.update(part)
+        if at["offset"] and (at.get("size"), at.get("digest")) != (size, behind.hexdigest()):
+            raise BadInput(f"cannot go on in {self.path}: it has changed since the snapshot was written")
+        at["size"] = size
+        return behind
 
     def _message(self, rows: list[dict[str, Any]], other: int) -> Conversations:
         return Conversations(rows=rows, dropped={"of another split": other} if other else {})
@@ -166,7 +181,7 @@ class ArrowWriter(Stage):
     revision: str | None = None
     thinking: bool | None = None
     max_length: int | None = None
-    responses: str = "given"
+    responses: Literal["given", "target"] = "given"
     held_out: float = 0.0
     recipe: dict[str, Any] | None = None
     overwrite: bool = False
@@ -174,8 +189,6 @@ class ArrowWriter(Stage):
     def check(self, replicas: int) -> None:
         if not 0 <= self.held_out < 1:
             raise BadInput(f"held_out is {self.held_out}, expected a share from 0 to below 1")
-        if self.responses not in ("given", "target"):
-            raise BadInput(f"responses is {self.responses!r}{nearest(self.responses, ('given', 'target'))}")
 
     def open(self, ctx: Context) -> None:
         self.ctx = ctx

@@ -100,7 +100,7 @@ class TunedConfigs:
         for kernel in kernels:
             self.fill(kernel)
         self._take(kernels)
-        if kernels and not hasattr(type(kernels[0]).run, "_dflash_pipe_way"):
+        if autotune.way_taken() == "unchanged":
             atexit.register(self.save)  # nobody tells when a kernel was tuned
 
     def fill(self, kernel: Any) -> None:

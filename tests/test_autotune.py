@@ -1,5 +1,6 @@
 """Triton's real Autotuner with several threads, without a GPU: a fake kernel and a fake benchmark."""
 
+import atexit
 import collections
 import json
 import os
@@ -522,6 +523,21 @@ def test_processes_that_write_one_file_keep_what_the_others_wrote(make, tmp_path
         process.add(tuner)
     assert [(row["key"], row["config"]["BT"]) for row in tuned(file)] == [([1], 16), ([2], 32)]
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_where_triton_is_left_alone_the_file_is_written_at_the_end(make, tmp_path, monkeypatch):
+    def mine(x, T, BT):
+        pass
+
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    file = tmp_path / "tuning.json"
+    keep_tuning(file, GPU)
+    launch(make(function=mine), None, 1)
+    assert not file.exists()
+    (save,) = at_exit
+    save()
+    assert [row["key"] for row in tuned(file) if row["kernel"].endswith("mine")] == [[1]]
 
 
 def test_a_file_that_another_gpu_has_written_meanwhile_stays(make, tmp_path, caplog):

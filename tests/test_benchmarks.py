@@ -361,11 +361,32 @@ def test_every_way_of_the_cpu_leaves_the_sum_on_both_sides() -> None:
             assert all(bool((flat == 2).all()) for flat in grads.flat), way
 
 
+def test_the_factor_that_costs_most_is_named() -> None:
+    """Seconds made of known factors: the conclusion finds them again."""
+    fresh, kept, pinned = "pageable, fresh", "pageable, kept", "pinned, kept"
+    grid = [
+        sync.Grid(numbers, count, memory, numbers * more * slow)
+        for numbers in (16, 1)
+        for count, more in ((1, 1.0), (58, 1.1), (1000, 1.5))
+        for memory, slow in ((fresh, 20.0), (kept, 4.0), (pinned, 1.0))
+    ]
+    said = sync.concluded(grid)
+    assert said[:2] == [
+        "1,000 tensors instead of 1: 1.50 times the seconds",
+        "memory asked for anew instead of kept: 5.00 times the seconds",
+    ]
+    assert said[2:4] == [
+        "pageable memory instead of pinned: 4.00 times the seconds",
+        "16 times the size: 16.00 times the seconds",
+    ]
+    assert said[4] == "what costs most, all else being equal: memory asked for anew instead of kept"
+
+
 def test_sync_says_what_it_did_not_run(tmp_path: Path) -> None:
     result = called("sync", "--numbers", 64_000, "--repeats", 1, "--out", tmp_path)
     assert result.exit_code == 0
     assert "not run: NCCL, flat (needs 2 GPUs, this machine has 0)" in result.output
     kept = json.loads((tmp_path / "sync.json").read_text())
-    assert len(kept["grid"]) == 2 * 3 and kept["gain"] is None
+    assert len(kept["grid"]) == 2 * 3 * 2 and kept["gain"] is None
     with pytest.raises(BadInput, match="at least 16,000"):
         called("sync", "--numbers", 100)

@@ -44,7 +44,7 @@ def test_a_recorded_training_has_a_profile_a_valid_trace_and_knows_its_memory(to
     assert profile.memory["cuda:0"].peak > 0 and "target" in profile.memory["cuda:0"].stages
     assert all(samples.mean > 0 for parts in profile.stages.values() for samples in parts.values())
     busy = sum(samples.total for parts in profile.stages.values() for samples in parts.values())
-    assert busy < 2 * profile.steps.total  # two workers at most are at work on one GPU at a time
+    assert busy < 4 * profile.steps.total  # four workers
     write_chrome(timeline, tmp_path / "trace.json")
     assert broken_rules(json.loads((tmp_path / "trace.json").read_text())) == []
     assert critical(timeline)
