@@ -6,6 +6,7 @@ chooses: the exact maximum cycle ratio. Otherwise the plan is simulated, varying
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -214,7 +215,18 @@ class _Prediction:
             for station in worker.stations
             if station.stage in together
         }
-        return shared_devices(plan) | named
+        return shared_devices(plan) | self._shared_cores(plan) | named
+
+    def _shared_cores(self, plan: Plan) -> dict[tuple[str, int], str]:
+        """CPU stages that use so many cores each (`threads`) that only one of them can compute at a time.
+
+        Only if they were measured on one worker, one after the other: times measured side by side contain it already.
+        """
+        threads = plan.graph.threads
+        if threads is None or 2 * threads <= (os.cpu_count() or 1) or len(self.profiled.workers) > 1:
+            return {}
+        stations = ((worker.replica, station) for worker in plan.workers for station in worker.stations)
+        return {(station.stage, replica): "the CPU's cores" for replica, station in stations if station.device == "cpu"}
 
 
 def _same_stages(graph: Graph, profile: Profile) -> None:

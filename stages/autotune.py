@@ -85,9 +85,8 @@ def make_thread_safe() -> Way:
 
 def way_taken() -> Way:
     """How Triton's Autotuner class has been changed so far."""
-    from triton.runtime.autotuner import Autotuner
-
-    return getattr(Autotuner.run, _OURS, "unchanged")
+    module = sys.modules.get("triton.runtime.autotuner")
+    return getattr(module.Autotuner.run, _OURS, "unchanged") if module else "unchanged"
 
 
 def _patch_autotuner() -> Way:

@@ -26,7 +26,7 @@ from rich.table import Table
 from dflash_pipe.cli import execute, failures_to_exit_codes, opened
 from dflash_pipe.run_folder import fresh
 from dflash_pipe.runtime import Result
-from stages.arrow_rows import recipe_of
+from stages.arrow_rows import ArrowRows
 from stages.drafter_files import launch_lines
 from stages.model_source import locate
 from stages.prompts import prompts
@@ -122,7 +122,7 @@ class Demo:
     def tell(self, training: Result, before: dict[str, Any], after: dict[str, Any]) -> None:
         """The closing table, how to serve the drafter, and what to try next."""
         rows, tokens = training.cursor["rows"]["read"], training.cursor["tokens"]["real"]
-        epochs = rows / recipe_of(self.folder / "data" / "train.arrow")["rows"]
+        epochs = rows / len(ArrowRows(self.folder / "data" / "train.arrow"))
         steps = [json.loads(line) for line in (self.folder / "training" / "metrics.jsonl").read_text().splitlines()]
         losses = [step["loss"] for step in steps if "loss" in step]
         table = Table(title="What this run measured", title_justify="left", show_header=False, min_width=76)

@@ -21,6 +21,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -223,9 +224,8 @@ def _tuple(value: Any) -> Any:
 
 def _autotuners() -> list[Any]:
     """Every instance of Triton's Autotuner in this process."""
-    from triton.runtime.autotuner import Autotuner
-
-    return [each for each in gc.get_objects() if issubclass(type(each), Autotuner)]
+    module = sys.modules.get("triton.runtime.autotuner")
+    return [each for each in gc.get_objects() if issubclass(type(each), module.Autotuner)] if module else []
 
 
 def _name(kernel: Any) -> str:

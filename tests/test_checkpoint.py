@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from dflash_pipe import BadInput, Context
 from stages.arrow_rows import RECIPE
 from stages.checkpoint import Export, export, launch_lines, load_drafter
-from stages.dflash_model import DrafterConfig, initial_parameters
+from stages.dflash_model import DrafterConfig, DrafterKeys, initial_parameters
 from stages.drafter_files import read_record, refuse_other_target
 from stages.messages import Parameters
 from tests.drafters import CONFIG, config, normal
@@ -195,9 +195,9 @@ def test_not_a_folder(tmp_path: Path) -> None:
         load_drafter(tmp_path / "nothing")
 
 
-def stage(folder: Path, **fields: Any) -> Export:
+def stage(run: Path, **fields: Any) -> Export:
     made = Export(drafter=dict(KEYS), **fields)
-    made.open(Context(folder=folder))
+    made.open(Context(folder=run))
     return made
 
 
@@ -227,6 +227,45 @@ def test_stage_without_a_step_exports_nothing(tmp_path: Path, capsys: pytest.Cap
     stage(tmp_path).finish()
     assert "nothing is exported" in capsys.readouterr().out
     assert not (tmp_path / "export").exists()
+
+
+def resumed(run: Path, step: int, folder: str = "export") -> Export:
+    made = Export(drafter=dict(KEYS), folder=folder)
+    masters = initial_parameters(DrafterKeys.pick(KEYS).resolve(), step).numpy()
+    made.open(Context(folder=run, restored={"masters": masters, "step": step}))
+    return made
+
+
+def test_a_resumed_run_exports_what_it_has_though_nothing_is_left_to_train(tmp_path: Path) -> None:
+    """And again, over its own export, in its folder or elsewhere."""
+    for folder in ("export", str(tmp_path / "elsewhere")):
+        for step in (5, 6):
+            made = resumed(tmp_path / "run", step, folder=folder)
+            made.finish()
+            _, model = load_drafter(made.to)
+            flat = torch.cat([p.flatten() for p in model.parameters()])
+            assert torch.equal(flat, initial_parameters(made.config, step).bfloat16())
+            assert read_record(made.to)["step"] == step
+        assert [p.name for p in made.to.parent.iterdir() if p.name.startswith(".")] == []
+    made = resumed(tmp_path / "run", 5)
+    made.process(Parameters(initial_parameters(made.config, 7), 7))
+    made.finish()
+    assert read_record(made.to)["step"] == 7
+
+
+def test_what_this_run_did_not_export_is_refused_before_training(tmp_path: Path) -> None:
+    other = exported(tmp_path / "export")
+    before = (other / "model.safetensors").read_bytes()
+    for open_stage in (stage, lambda run: resumed(run, 5)):
+        with pytest.raises(BadInput, match="is the export of another run"):
+            open_stage(tmp_path)
+    assert (other / "model.safetensors").read_bytes() == before
+    (tmp_path / "papers").mkdir()
+    with pytest.raises(BadInput, match="is no export"):
+        stage(tmp_path, folder="papers")
+    resumed(tmp_path, 5, folder="mine").finish()
+    with pytest.raises(BadInput, match="is the export of another run"):
+        stage(tmp_path, folder="mine")  # a new start of the same recipe is another run
 
 
 def test_launch_lines() -> None:

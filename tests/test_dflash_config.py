@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dflash_pipe import BadInput
 from stages.dflash_config import DrafterConfig, DrafterKeys, resolve_mask_token
 from stages.dflash_rope import inverse_frequencies
+from stages.model_source import locate
 from stages.target_model import load_tokenizer, text_config
 from tests.drafters import config
 
@@ -105,8 +107,6 @@ def test_partial_and_multi_axis_rope_are_not_taken_over() -> None:
         ({"sliding_layers": 1}, "sliding_window is not"),
         ({"sliding_window": 64, "sliding_layers": 6}, "expected 1..5"),
         ({"sliding_window": 8}, "at least the block size"),
-        ({"weights": "randm"}, "did you mean 'random'"),
-        ({"dtype": "fp16"}, "dtype is 'fp16'"),
     ],
 )
 def test_wrong_keys_are_refused(keys: dict[str, object], complaint: str) -> None:
@@ -114,6 +114,23 @@ def test_wrong_keys_are_refused(keys: dict[str, object], complaint: str) -> None
         DrafterKeys.pick({"target": "tiny:llama", "layers": 1, **keys}).resolve()
     with pytest.raises(BadInput, match="lack 'target'"):
         DrafterKeys.pick(keys)
+
+
+def test_mask_is_none_of_the_ids_that_end_an_answer(tmp_path: Path) -> None:
+    """generation_config.json may list more of them than the config and the tokenizer know."""
+    folder = shutil.copytree(locate("tiny:llama").place, tmp_path / "target")
+    generation = json.loads((folder / "generation_config.json").read_text())
+    for ids, said in (([2, 3], "mask_token_id 3 is the eos token"), (3, "mask_token_id 3 is the eos token")):
+        (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": ids}))
+        with pytest.raises(BadInput, match=said):
+            DrafterKeys(target=str(folder), layers=1, mask_token_id=3).resolve()
+        with pytest.raises(BadInput, match="no special token is named mask"):
+            DrafterKeys(target=str(folder), layers=1).resolve()
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(BadInput, match=r"its generation_config\.json is not usable"):
+        DrafterKeys(target=str(folder), layers=1).resolve()
+    (folder / "generation_config.json").unlink()
+    assert DrafterKeys(target=str(folder), layers=1).resolve().mask_token_id == 3
 
 
 class Vocabulary:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dflash_pipe import BadInput
 from dflash_pipe.check import check
 from dflash_pipe.graph import dataflow, dump, load
 
@@ -75,3 +76,27 @@ def test_what_reports_and_exports_sits_with_the_optimizer(folder):
         graph = load(given(folder + name))
         place = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}
         assert {place[stage] for stage in ("optimizer", "track", "export") if stage in place} == {place["optimizer"]}
+
+
+@pytest.mark.parametrize(
+    ("graph", "override", "said"),
+    [
+        ("sequential", "drafter.loss=dpcae", "did you mean 'dpace'"),
+        ("sequential", "drafter.dpace=sufix", "did you mean 'suffix'"),
+        ("sequential", "drafter.attention=flx", "did you mean 'flex'"),
+        ("sequential", "drafter.dtype=float16", "did you mean 'bfloat16'"),
+        ("sequential", "drafter.gamma=none", "should be a valid number or 'auto', got 'none'"),
+        ("sequential", "target.weights=randm", "did you mean 'random'"),
+        ("sequential", "target.dtype=fp32", "unknown value 'fp32' (known: auto, bfloat16, float16, float32)"),
+        ("sequential", "optimizer.nonfinite=skp", "did you mean 'skip'"),
+        ("regenerate", "target.dtype=float23", "did you mean 'float32'"),
+        ("regenerate", "write.responses=targt", "did you mean 'target'"),
+        ("evaluate", "drafter.weights=pretraind", "did you mean 'pretrained'"),
+    ],
+)
+def test_a_word_that_is_no_choice_is_told_with_the_nearest(graph, override, said):
+    with pytest.raises(BadInput) as caught:
+        check(load(given(f"{graph}.yaml"), [override]))
+    key, _, value = override.partition("=")
+    assert f".with.{key.partition('.')[2]}: " in str(caught.value) and repr(value) in str(caught.value)
+    assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -161,6 +161,22 @@ def test_reader_goes_on_anywhere(tmp_path: Path) -> None:
     assert len(names(list(reader(path, limit=9).read(None)))) == 9
 
 
+@pytest.mark.parametrize("change", ["a row behind", "a row ahead", "another order of the same bytes", "cut off"])
+def test_a_cursor_into_another_file_is_refused(tmp_path: Path, change: str) -> None:
+    path = prompts(tmp_path / "p.jsonl", 20)
+    cursor, _ = next(iter(reader(path, batch=4).read(None)))
+    lines = path.read_text().splitlines(keepends=True)
+    changed = {
+        "a row behind": lines[:1] + lines,
+        "a row ahead": lines + lines[:1],
+        "another order of the same bytes": [lines[1], lines[0], *lines[2:]],
+        "cut off": lines[:2],
+    }
+    path.write_text("".join(changed[change]))
+    with pytest.raises(BadInput, match=r"cannot go on in .*p\.jsonl: it has changed"):
+        list(reader(path, batch=4).read(cursor))
+
+
 def test_reader_counts_other_splits(tmp_path: Path) -> None:
     path = prompts(tmp_path / "p.jsonl", 24)
     messages = [m for _, m in reader(path, split="eval", batch=3).read(None) if m]
@@ -289,6 +305,25 @@ def test_a_broken_writer_goes_on_from_its_snapshot(tmp_path: Path, after: str) -
         resumed.finish()
         for name in ("train.arrow", "eval.arrow"):
             assert content(tmp_path / "broken" / name) == content(tmp_path / "whole" / name)
+
+
+def test_a_shard_that_did_not_reach_the_disk_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = writer(tmp_path)
+    stage.process(token_rows(0, 50))
+    flushed: list[Path] = []
+
+    def full(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        stage.state()
+    assert [file.name for file in flushed] == [".train-0-50.arrow.unfinished"]
+    assert list(stage.staging.glob("train-*")) == []
+    monkeypatch.undo()
+    stage.state()
+    assert [file.name for file in stage.staging.iterdir()] == ["train-0-50.arrow"]
 
 
 def test_runs_of_another_recipe_leave_shards_alone(tmp_path: Path) -> None:

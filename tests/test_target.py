@@ -70,11 +70,6 @@ def test_ids_of_another_vocabulary_are_refused_in_every_batch(bad):
         stage.process(batch(ids, [4]))
 
 
-def test_a_bad_dtype_is_refused_before_anything_is_loaded():
-    with pytest.raises(BadInput, match="unknown dtype 'fp32'"):
-        TargetForward(model="nobody/nothing", dtype="fp32").check(1)
-
-
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
 def test_an_overlay_fits_the_target_it_names(path):
     overlay = yaml.safe_load(path.read_text())

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and kernel packages warn of what is not ours
 ]
 FLOAT32 = ("target.dtype=float32", "drafter.dtype=float32")
+LARGE = "drafter.intermediate_size=16384"  # gradients whose copy takes a while
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,9 @@ def test_float32_is_what_it_is_on_the_cpu(rows: Path, tmp_path: Path) -> None:
 
 def test_an_optimizer_on_the_cpu_gets_whole_gradients(rows: Path, tmp_path: Path) -> None:
     """What it is sent is copied to the CPU, and read there only when the copy is done."""
-    on_gpu = trained("overlapped", "tiny_llama", rows, tmp_path / "gpu", *FLOAT32)
+    on_gpu = trained("overlapped", "tiny_llama", rows, tmp_path / "gpu", *FLOAT32, LARGE)
     one, two = (
-        trained("overlapped", "tiny_llama", rows, tmp_path / name, *FLOAT32, "optim.device=cpu")
+        trained("overlapped", "tiny_llama", rows, tmp_path / name, *FLOAT32, LARGE, "optim.device=cpu")
         for name in ("one", "two")
     )
     assert one == two
