@@ -137,7 +137,7 @@ def opened(arguments: list[str]) -> Graph:
 
 def _files(arguments: list[str]) -> list[str]:
     """Those that are not overrides."""
-    return [a for a in arguments if "=" not in a or Path(a).is_file()]
+    return [a for a in arguments if "=" not in a or os.path.isfile(a)]
 
 
 def execute(
@@ -243,7 +243,8 @@ def failures_to_exit_codes() -> Iterator[None]:
             for line in dict.fromkeys(str(leaf) for leaf in _leaves(bad)):
                 print(line, file=sys.stderr)
             _leave(2)
-        traceback.print_exception(failures)
+        for failure in failures.exceptions:  # the group's own frames are only this command's
+            traceback.print_exception(failure)
         _leave(1)
     except BrokenPipeError:  # whoever reads our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -76,6 +76,6 @@ class Display:
                 for name, value in scalars(view):
                     self._curves.setdefault(name, deque(maxlen=HISTORY)).append(value)
             self._live.update(live_view(view, self._curves), refresh=True)
-        elif (moved := (view.window, tuple(channel.sent for channel in view.channels))) != self._seen:
+        elif (moved := (view.window, [c.sent for c in view.channels], [w.items for w in view.workers])) != self._seen:
             self._seen = moved
             self._console.print(plain_line(view), soft_wrap=True, markup=False, highlight=False)

@@ -190,10 +190,15 @@ def dataflow(graph: Graph) -> dict[str, Any]:
     """
     found: dict[str, Any] = {key: getattr(graph, key) for key in ("seed", "window", "partial_window", "threads")}
     for name, spec in graph.stages.items():
+        sends = spec.signature.output is not None or spec.signature.window_output is not None
+        if not (sends or spec.signature.stateful):
+            continue  # what a stage that only receives is told (where to write, say) changes no result
         found[f"stages.{name}.use"] = spec.use
         for key, (_, default) in spec.signature.parameters.items():
             found[f"stages.{name}.with.{key}"] = spec.parameters.get(key, default)
     for c in graph.channels.values():
+        if not any(f"stages.{to.stage}.use" in found for to in c.receivers):
+            continue
         ends = f"channels.{c.name}"
         found |= {f"{ends}.from": c.sender, f"{ends}.to": sorted(map(str, c.receivers))}
         found |= {f"{ends}.per": c.per, f"{ends}.broadcast": c.broadcast, f"{ends}.initial": c.initial}

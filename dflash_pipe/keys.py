@@ -71,7 +71,7 @@ class WorkerKeys(_Keys):
 
     stages: list[str] = Field(min_length=1)
     kind: Literal["thread", "async"] = "thread"
-    replicas: int = Field(default=1, ge=1)
+    replicas: int = Field(default=1, ge=1, le=1024)
     device: Annotated[dict[str, str | list[str]], BeforeValidator(_every_stage)] = {"*": "auto"}
     take: Literal["first_free", "round_robin"] = "first_free"
     order: Literal["input", "completion"] = "input"

@@ -197,12 +197,13 @@ def _find(written: str, beside: Path, extending: str, asked: str) -> tuple[Path,
         raise BadInput(f"{shown} is a folder, not a YAML file", asked)
     known = {p.name for p in path.parent.glob("*.yaml")} if path.parent.is_dir() else set()
     parts = PurePosixPath(os.path.normpath(written)).parts
-    if parts[:1] == ("graphs",):
+    if parts[:1] == ("graphs",) or extending:  # a user's file may extend a shipped one by its bare name
+        inside = parts[1:] if parts[:1] == ("graphs",) else parts
         shipped = importlib.resources.files("graphs")
-        file = shipped.joinpath(*parts[1:])
+        file = shipped.joinpath(*inside)
         if isinstance(file, Path) and file.is_file():
-            return file, "/".join(parts)
-        folder = shipped.joinpath(*parts[1:-1])
+            return file, "/".join(("graphs", *inside))
+        folder = shipped.joinpath(*inside[:-1])
         known |= {p.name for p in folder.iterdir() if p.name.endswith(".yaml")} if folder.is_dir() else set()
     raise BadInput(f"no such file: {shown}{nearest(path.name, known)}", asked)
 

@@ -21,10 +21,14 @@ from dflash_pipe.errors import BadInput
 
 __all__ = ["RunFolder", "fresh"]
 
+_LONGEST = 100  # characters of a run's name
+
 
 def fresh(root: Path, name: str, *, chosen: bool) -> Path:
     """`root/name`; if something was made there already: an error for a name that the user chose, else `name-N`."""
     path = root / name
+    if path.name != name or name == ".." or not name.isprintable() or len(name) > _LONGEST:
+        raise BadInput(f"name: {name[:_LONGEST]!r} cannot be the name of a run folder")
     if not path.exists() or (chosen and _has_nothing(path)):
         return path
     if chosen:

@@ -64,7 +64,8 @@ WORKER = {
     "stages": "the stages it owns, in the order in which they run; no queue lies between them",
     "kind": "a thread of its own, or a coroutine for stages that wait",
     "replicas": "copies of the worker, each with its own stage objects",
-    "device": "one name, a list with one for each replica, or a mapping of stage → these; auto:N is the Nth GPU, counted round, or the CPU where there is none",
+    "device": "one name, a list with one for each replica, or a mapping of stage → these; auto:N is the Nth GPU,"
+    " counted round, or the CPU where there is none",
     "take": "which replica takes the next message",
     "order": "whether results are handed on in the order of the input (the same result always), or as they come",
     "turn": "workers with the same name never compute at the same time",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Any
 
 import torch
@@ -59,6 +61,11 @@ class Export(Stage):
     def _refuse_foreign(self, resumed: bool) -> None:
         """Raise BadInput, before anything is trained, where the export would replace what this run did not make."""
         refuse_what_is_no_export(self.to)
+        try:
+            self.to.parent.mkdir(parents=True, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(dir=self.to.parent))
+        except OSError as error:
+            raise BadInput(f"{self.to}: nothing can be exported there ({error.strerror})") from None
         there = read_record(self.to)
         there.pop("step", None)
         if self.to.exists() and not (resumed and there == self.record):

@@ -30,8 +30,8 @@ def parse_conversation(line: bytes | str, where: str) -> dict[str, Any]:
     """
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise BadInput(f"not JSON ({error})", where) from None
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"not JSON, which has one object a line ({error})", where) from None
     if not isinstance(row, dict):
         raise BadInput(f"a {type(row).__name__}, expected an object with one of {', '.join(_FORMS)}", where)
     form = next((name for name in _FORMS if name in row), None)

@@ -134,7 +134,7 @@ class Demo:
         for worker in training.view.workers:
             shares = f"{worker.busy:4.0%} /{worker.starved:4.0%} /{worker.blocked:4.0%}"
             table.add_row(f"{worker.name}: busy / starved / blocked", shares)
-        table.add_row("computed in", self.dtype)
+        table.add_row("computed in", f"{self.dtype} (timed: the faster one on this CPU)")
         table.add_row("whole demo", f"{time.perf_counter() - self.budget.began:.0f} s")
         table.add_row("drafter", str(self.folder / "training" / "export"))
         self.console.print(table)
@@ -144,7 +144,7 @@ class Demo:
             self.console.print(f"  {line}", soft_wrap=True, highlight=False)
         self.console.print(
             "Two CPU cores are shared by all workers, so here topologies hardly differ in speed; where stages wait for"
-            " different devices they do:\n  dflash-pipe run graphs/toy/sequential.yaml\n"
+            " different devices they do:\n  . .venv/bin/activate\n  dflash-pipe run graphs/toy/sequential.yaml\n"
             "  dflash-pipe run graphs/toy/parallel_target.yaml\nYour own model: docs/own_model.md",
             soft_wrap=True,
             highlight=False,

@@ -16,7 +16,7 @@ __all__ = ["DeviceTransport"]
 
 
 class DeviceTransport(Transport):
-    """The CPU and the CUDA devices of this machine. Payloads have a `to(device)`."""
+    """The CPU and the CUDA devices of this machine. A payload with a `to(device)` is moved by it."""
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads
@@ -34,7 +34,8 @@ class DeviceTransport(Transport):
     def on_receive(self, payload: Any, device: str) -> Any:
         if isinstance(payload, tuple):
             return tuple(self.on_receive(item, device) for item in payload)
-        return payload.to(device)
+        # What holds no tensors has no place that it could be moved from.
+        return payload.to(device) if hasattr(payload, "to") else payload
 
     def mark(self, device: str) -> Any:
         """On a GPU an event on the stream that the calling worker computes on."""

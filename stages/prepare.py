@@ -193,6 +193,10 @@ class ArrowWriter(Stage):
     def open(self, ctx: Context) -> None:
         self.ctx = ctx
         self.folder = Path(self.path)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{self.folder} cannot be the folder to write to ({error.strerror})") from None
         self.made = self._made()
         self.staging = self.folder / f".unfinished-{self.made['key']}"
         self._refuse_other_data()

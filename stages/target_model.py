@@ -78,7 +78,10 @@ def _spread(count: int, total: int) -> list[int]:
         return [total // 2]
     if not 1 < count <= total - 3:
         most = max(total - 3, 1)
-        raise BadInput(f"layers: {count} layers cannot be spread over a target of {total}; expected 1..{most}")
+        raise BadInput(
+            f"layers: {count} layers cannot be spread over a target of {total}; "
+            f"expected 1..{most}, or a list of layers in 0..{total - 2}"
+        )
     return [round(1 + i * (total - 4) / (count - 1)) for i in range(count)]
 
 

@@ -25,3 +25,9 @@ def test_a_worker_computes_with_the_threads_of_the_graph() -> None:
     finally:
         torch.set_num_threads(before)  # what was set last is what new threads begin with
     assert counts == [3, 2]
+
+
+def test_a_payload_without_tensors_stays_what_it_is():
+    plain = object()
+    assert DeviceTransport().on_receive(plain, "cpu") is plain
+    assert DeviceTransport().on_receive((plain,), "cpu") == (plain,)

@@ -76,7 +76,7 @@ def test_an_empty_run_is_drawn():
 
 def test_the_plain_line_is_one_line():
     assert plain_line(replace(VIEW, elapsed=3725.0)) == (
-        "1:02:05 · window 16 · loss 2.346 · tokens_per_second 15,321 · busy: target 75%, optim 10%"
+        "1:02:05 · window 16 · loss 2.346 · busy: target 75%, optim 10%"
     )
 
 

@@ -356,3 +356,9 @@ def test_a_difference_is_named():
     assert difference(there, there) is None
     assert difference(there, here) == "seed is 20 there, 7 here"
     assert difference({**here, "more": 1}, here) == "more is only there"
+
+
+def test_what_only_receives_does_not_count():
+    files = ["graphs/overlapped.yaml", "graphs/targets/tiny_llama.yaml"]
+    assert dataflow(load(files)) == dataflow(load(files, ["export.folder=elsewhere"]))
+    assert difference(dataflow(load(files)), dataflow(load(files, ["optimizer.max_norm=2.0"])))

@@ -45,7 +45,7 @@ def test_what_is_dumped_reads_back_as_the_same_value(value):
         ("010", 10),
         ("0x1f", 31),
         ("0o17", 15),
-        ("10_000", 10000),
+        ("10_000", "10_000"),
         ("no", "no"),
         ("on", "on"),
         ("12:30", "12:30"),
@@ -216,3 +216,14 @@ def test_a_file_that_cannot_be_read_is_named(files, monkeypatch):
 def test_under_gives_nothing_where_there_is_no_mapping():
     assert under(located({"a": {"b": 1}}, ""), "a", "b") == {}
     assert under(located({"a": {"b": 1}}, ""), "a") == {"b": Located(1, "")}
+
+
+def test_a_users_file_may_extend_a_shipped_one_by_its_bare_name(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: overlapped.yaml\nname: mine\n")
+    _, names = read([mine])
+    assert names[-2:] == ("graphs/overlapped.yaml", str(mine))
+    (tmp_path / "overlapped.yaml").write_text("name: beside\n")  # what lies beside it comes first
+    assert read([mine])[1] == (str(tmp_path / "overlapped.yaml"), str(mine))
+    with pytest.raises(BadInput, match=r"no such file: overlapped\.yaml"):
+        read(["overlapped.yaml"])  # on the command line a bare name is one of this folder

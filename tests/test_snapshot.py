@@ -176,3 +176,9 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be used as a run folder"):
         RunFolder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", "..", "two\nlines", "x" * 300])
+def test_a_name_is_that_of_one_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match="cannot be the name of a run folder"):
+        fresh(tmp_path, name, chosen=True)
