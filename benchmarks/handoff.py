@@ -114,22 +114,24 @@ def rest(number: Number, *, seconds: float) -> Number:
 
 
 def four_stages(repeats: int) -> list[float]:
-    """How much longer four stages on four workers take than a bare loop of their waits: one for each message, and three
-    that fill and drain the line. A share of the loop's time, for each repeat."""
+    """How much longer the line takes from one message to the next than a bare loop of one stage's waits.
+
+    From the end of the first message to the end of the last, so without the run's start and its closing account. A
+    share of the loop's time, for each repeat.
+    """
     graph = load([LINE])
     check_graph(graph)
-    first = graph.stages["first"].parameters
+    seconds = graph.stages["first"].parameters["seconds"]
     over = []
     for _ in range(repeats):
-        began = time.perf_counter()
-        for _ in range(first["count"] + 3):
-            time.sleep(first["seconds"])
-        bare = time.perf_counter() - began
         with tempfile.TemporaryDirectory() as folder:
-            run = Run(plan(graph), Path(folder))
-            began = time.perf_counter()
-            run.execute()
-            over.append((time.perf_counter() - began) / bare - 1)
+            timeline = Run(plan(graph), Path(folder)).execute().timeline
+        assert timeline is not None
+        ends = [span.end for span in timeline.spans if span.stage == "fourth"]
+        began = time.perf_counter()
+        for _ in ends[1:]:
+            time.sleep(seconds)
+        over.append((ends[-1] - ends[0]) / (time.perf_counter() - began) - 1)
     return over
 
 
