@@ -14,10 +14,11 @@ from benchmarks.parity import parity
 from benchmarks.rows import rows
 from benchmarks.sync import sync
 from benchmarks.topologies import topologies
+from benchmarks.verdicts import verdicts
 from dflash_pipe import BadInput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (topologies, ladder, sync, rows, handoff, loop, autotune, parity):
+for command in (topologies, ladder, sync, rows, handoff, loop, verdicts, autotune, parity):
     app.command()(command)
 
 
