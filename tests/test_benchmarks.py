@@ -27,6 +27,7 @@ from benchmarks.__main__ import app
 from benchmarks.alone import alone
 from benchmarks.compare import loaded, on_devices_of
 from benchmarks.interval import Estimate, estimate
+from benchmarks.verdicts import Verdict, verdict_of
 from dflash_pipe import BadInput
 from dflash_pipe.graph import Graph
 from dflash_pipe.trace import Depth, Span, Timeline, Wait
@@ -390,3 +391,23 @@ def test_sync_says_what_it_did_not_run(tmp_path: Path) -> None:
     assert len(kept["grid"]) == 2 * 3 * 2 and kept["gain"] is None
     with pytest.raises(BadInput, match="at least 16,000"):
         called("sync", "--numbers", 100)
+
+
+@pytest.mark.parametrize(
+    ("before", "seconds", "right"),
+    [
+        (10.0, {"named": 5.0, "other": 6.0}, True),
+        (10.0, {"named": 6.0, "other": 5.95}, True),  # within 2 % of the best
+        (10.0, {"named": 6.0, "other": 5.0}, False),
+        (10.0, {"named": 10.1, "other": 9.9}, True),  # nothing gains 2 %, so nothing is named wrongly
+        (10.0, {"named": 10.1, "other": 8.0}, False),
+    ],
+)
+def test_a_verdict_is_right_if_nothing_else_helps_more(before, seconds, right):
+    assert Verdict("graph", before, seconds, "named").right is right
+
+
+def test_a_verdict_is_of_real_runs():
+    verdict = verdict_of(3)
+    assert verdict.named in verdict.seconds and verdict.best in verdict.seconds
+    assert all(0.004 < seconds < 1 for seconds in (verdict.before, *verdict.seconds.values()))
