@@ -52,6 +52,10 @@ def topologies(
     out: Annotated[Path | None, typer.Option(help="write topologies.json into this folder")] = None,
 ) -> None:
     """Run graphs of one dataflow in turns and compare them; exit 1 if they computed different things."""
+    if report and not report.absolute().parent.is_dir():
+        raise BadInput(f"--report: there is no folder {report.absolute().parent}", "command line")
+    if (report and report.is_dir()) or (out and out.is_file()):
+        raise BadInput("--report takes a file, --out a folder", "command line")
     if report and not importlib.util.find_spec("matplotlib"):
         raise BadInput("--report needs matplotlib: pip install 'dflash-pipe[bench]'", "command line")
     graphs = loaded(arguments, steps)
@@ -121,6 +125,8 @@ def _findings(compared: Sequence[Topology], forecasts: Sequence[Forecast], diffe
     else:
         sure = f" ({gains[best].range()})" if gains[best].range() else ""
         headline = f"{best} is the fastest: {gains[best].median:.3g} times as fast as {first.name}{sure}."
+    if differences:
+        headline = f"No topology can be called the fastest: {differences[0]}."
     steps = len(first.trials[0].digests)
     count = f"All {sum(len(t.trials) for t in compared)} runs computed the same: "
     same = f"{count}{steps} digests and the final weights are equal." if steps else f"{count}equal final weights."

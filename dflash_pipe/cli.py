@@ -61,8 +61,7 @@ def run(
     trace: Annotated[Path | None, typer.Option(help="write a timeline for ui.perfetto.dev to this file")] = None,
 ) -> None:
     """Run a graph to its end. With --resume and no FILE, the graph is the one in the run folder."""
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise BadInput(f"--trace: there is no folder {trace.absolute().parent}", "command line")
+    _writable("--trace", trace)
     if resume is not None:
         newest(resume)  # there is one
     arguments = graphs or []
@@ -106,6 +105,7 @@ def predict(
     write: Annotated[Path | None, typer.Option(help="with --gpus: write the best split as a graph file")] = None,
 ) -> None:
     """Say how long a step of a graph will take, what decides that, and what changes would bring."""
+    _writable("--write", write)
     if gpus is None and write is not None:
         raise BadInput("--write needs --gpus", "command line")
     if gpus is not None and what_if:
@@ -133,6 +133,19 @@ def opened(arguments: list[str]) -> Graph:
     graph = load(files, [a for a in arguments if a not in files])
     check_graph(graph)
     return graph
+
+
+def _writable(option: str, file: Path | None) -> None:
+    """Raise BadInput, before anything runs, where an option's file could not be written."""
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise BadInput(f"{option}: there is no folder {folder}", "command line")
+    if file.is_dir():
+        raise BadInput(f"{option}: {file} is a folder, expected a file", "command line")
+    if not os.access(folder, os.W_OK):
+        raise BadInput(f"{option}: {folder} cannot be written to", "command line")
 
 
 def _files(arguments: list[str]) -> list[str]:

@@ -115,6 +115,8 @@ class _Prediction:
         changes = [asked(graph, text) for text in what_ifs]
         pace = self._pace(graph, {})
         measured, own = self.profile.steps.mean, self._pace(self.profiled, {}).step
+        if not measured > 0:
+            raise BadInput("the profile's steps took no time")
         refusal = ""
         if abs(own / measured - 1) > _TRUSTED:
             refusal = (

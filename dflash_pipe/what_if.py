@@ -58,6 +58,8 @@ def asked(graph: Graph, text: str) -> Change:
         changed = load(files, overrides) if any(map(_whole, files)) else _load([dump(graph)], files, overrides)
         check(changed)
         plan(changed)
+        if other := sorted(changed.stages.keys() ^ graph.stages.keys()):
+            raise BadInput(f"it is of another dataflow (stage {other[0]!r} is only in one of the two)")
     except BadInput as error:
         known = Path(error.where.rpartition(":")[0]).is_file()  # not the graph's own text, which lay in no file
         raise BadInput(error.message, error.where if known else f"--what-if {text!r}") from error

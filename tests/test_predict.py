@@ -17,6 +17,7 @@ from dflash_pipe.graph import load
 from dflash_pipe.profile import DeviceMemory, save
 from dflash_pipe.profile import load as load_profile
 from dflash_pipe.splits import ranked, written
+from dflash_pipe.what_if import asked as asked_of
 from tests.test_cli import called
 from tests.test_forecast import SEQUENTIAL, ladder, profile_of
 from tests.test_forecast import toy as toy_graph
@@ -203,3 +204,27 @@ def test_rows_give_an_eta(profile, capsys):
     assert "363.6 rows/s, all rows in 44 s" in said
     said = said_by(capsys, OVERLAPPED, "--profile", profile, "--rows", 16_000, "--gpus", 2)
     assert "all rows in 44 s with the first" in said
+
+
+def test_a_what_if_of_another_dataflow_is_refused() -> None:
+    graph = load(["graphs/toy/overlapped.yaml"])
+    with pytest.raises(BadInput, match="another dataflow"):
+        asked_of(graph, "graphs/overlapped.yaml graphs/targets/tiny_llama.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("run", "graphs/toy/sequential.yaml", "--trace", "HERE"), "--trace: HERE is a folder, expected a file"),
+        (
+            ("predict", "graphs/toy/sequential.yaml", "--gpus", "2", "--profile", "p", "--write", "HERE/no/x"),
+            "--write: there is no folder HERE/no",
+        ),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_first(
+    options: tuple[str, ...], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = str(tmp_path)
+    assert called(*(option.replace("HERE", here) for option in options)) == 2
+    assert capsys.readouterr().err == f"command line: {line.replace('HERE', here)}\n"
