@@ -18,14 +18,13 @@ from benchmarks.interval import Estimate, estimate
 from dflash_pipe import BadInput
 from dflash_pipe.check import check
 from dflash_pipe.graph import Graph, StageSpec, load
-from dflash_pipe.located import read as read_files
-from dflash_pipe.located import under
 from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
 from dflash_pipe.runtime import Run
 from dflash_pipe.snapshot import read as read_snapshot
 from dflash_pipe.stats import View
 from dflash_pipe.trace import Timeline
+from dflash_pipe.what_if import is_whole
 
 __all__ = [
     "Findings",
@@ -121,7 +120,7 @@ def loaded(arguments: Sequence[str], steps: int | None) -> list[Graph]:
     """
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     files = [a for a in arguments if a not in overrides]
-    whole = [file for file in files if _is_whole(file)]
+    whole = [file for file in files if is_whole(file)]
     overlays = [file for file in files if file not in whole]
     if not whole:
         raise BadInput("no topology given (for example graphs/sequential.yaml graphs/overlapped.yaml)", "command line")
@@ -136,11 +135,6 @@ def loaded(arguments: Sequence[str], steps: int | None) -> list[Graph]:
     if twice:  # files of one name in two folders
         graphs = [replace(graph, name=file) for graph, file in zip(graphs, whole, strict=True)]
     return graphs
-
-
-def _is_whole(file: str) -> bool:
-    tree, names = read_files([file])
-    return len(names) > 1 or any(under(tree, "stages", stage).get("use") for stage in under(tree, "stages"))
 
 
 def source(graph: Graph) -> StageSpec:

@@ -16,7 +16,7 @@ from dflash_pipe.located import read as read_files
 from dflash_pipe.located import under
 from dflash_pipe.plan import plan
 
-__all__ = ["Change", "asked", "graph_of", "resizing", "usual"]
+__all__ = ["Change", "asked", "graph_of", "is_whole", "resizing", "usual"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def asked(graph: Graph, text: str) -> Change:
     files = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in files]
     try:
-        changed = load(files, overrides) if any(map(_whole, files)) else _load([dump(graph)], files, overrides)
+        changed = load(files, overrides) if any(map(is_whole, files)) else _load([dump(graph)], files, overrides)
         check(changed)
         plan(changed)
         if other := sorted(changed.stages.keys() ^ graph.stages.keys()):
@@ -67,7 +67,7 @@ def asked(graph: Graph, text: str) -> Change:
     return Change(text, text, changed, same_result=not differs and _computes_alike(graph, changed))
 
 
-def _whole(file: str) -> bool:
+def is_whole(file: str) -> bool:
     """Whether a file is a graph by itself: it extends one, or says what its stages use."""
     tree, names = read_files([file])
     return len(names) > 1 or any(under(tree, "stages", stage).get("use") for stage in under(tree, "stages"))
