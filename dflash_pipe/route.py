@@ -10,7 +10,7 @@ Both are written once, with `await`; `Blocking` serves a thread (its awaits neve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dflash_pipe.channel import Receiver, Sender
@@ -187,12 +187,21 @@ class Local(Inlet):
 class Outlet:
     """Sends along one route for one worker replica; several senders mean one for each receiving replica.
 
+    ways: for each sender, what makes of a payload what enters its channel (the transport's hook).
     deal: only the replica that the slot says gets the payload, the others learn that it went elsewhere.
     feedback: receivers that have left already are a normal end. unsent: what those who had left would have got.
     """
 
-    def __init__(self, senders: Sequence[Sender], *, deal: bool = False, feedback: bool = False) -> None:
+    def __init__(
+        self,
+        senders: Sequence[Sender],
+        ways: Sequence[Callable[[Any], Any]] = (),
+        *,
+        deal: bool = False,
+        feedback: bool = False,
+    ) -> None:
         self.senders = senders
+        self._ways = ways or [lambda payload: payload] * len(senders)
         self.group: GroupGate | None = None
         self.unsent = 0
         self._deal, self._feedback = deal, feedback
@@ -203,10 +212,13 @@ class Outlet:
             return
         owner = message.stamp.slot % len(self.senders) if self._deal else None
         broken: BrokenChannel | None = None
-        for number, sender in enumerate(self.senders):
-            mine = owner is None or owner == number
+        for number, (sender, way) in enumerate(zip(self.senders, self._ways, strict=True)):
+            if owner not in (None, number):
+                sent = Message(message.stamp, message.cursor, ELSEWHERE)
+            else:
+                sent = message if message.empty else message.carrying(way(message.payload))
             try:
-                await waits.send(sender, message if mine else Message(message.stamp, message.cursor, ELSEWHERE))
+                await waits.send(sender, sent)
             except BrokenChannel as error:
                 self.unsent += 1
                 broken = error

@@ -41,13 +41,22 @@ class Transport:
     def enter(self, device: str) -> None:
         """Called on the worker's own thread whenever it turns to a stage on another device, and before it opens one."""
 
-    def on_send(self, payload: Any, device: str) -> Any:
-        """Called by the sender before the payload enters the channel."""
+    def on_send(self, payload: Any, device: str, to: str | None) -> Any:
+        """Called by the sender, a stage on `device`, before the payload enters the channel; returns what enters it.
+
+        to: the device of whoever will receive it; None if that is not known yet.
+        """
         return payload
 
     def on_receive(self, payload: Any, device: str) -> Any:
         """Called by the receiver; returns the payload on the receiver's device."""
         return payload
+
+    def follow(self, device: str) -> None:
+        """Called by a worker after it gave `device` work: wait until what it gave the time before is done."""
+
+    def finish(self, device: str) -> None:
+        """Wait until `device` has done all that the calling worker gave it."""
 
     def mark(self, device: str) -> Any:
         """A moment in the work of a device: when it has done what the calling worker has given it so far.

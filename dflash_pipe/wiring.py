@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,8 @@ class _Wirer:
         joined.feed = self._feed(credits) if spec.signature.source else None
         joined.snapshots = self._snapshots(spec)
         joined.credits = tuple(credits.values()) if station.ends else ()
+        groups = any(r.channel.group > 1 for r in self.plan.routes if r.channel.sender == station.stage)
+        joined.awaited = bool(worker.spec.turn or joined.credits or groups)
         self.stations[station.stage, worker.replica] = joined
         return joined
 
@@ -169,7 +172,8 @@ class _Wirer:
             else:
                 queue = queues[replica : replica + 1] if route.kind == "gathered" else queues
                 senders = [channel.sender() for channel in queue]
-                outlet = Outlet(senders, deal=route.kind == "dealt", feedback=route.feedback)
+                ways = self._ways(route, replica, len(senders))
+                outlet = Outlet(senders, ways, deal=route.kind == "dealt", feedback=route.feedback)
                 outlet.group = group
             self._attach_outlet(route, replica, outlet)
         for replica in range(route.receivers):
@@ -179,6 +183,14 @@ class _Wirer:
             port = Port(inlets[replica], per_window=route.channel.per == "window", feedback=route.feedback)
             self.stations[route.to.stage, replica].inputs[route.to.port] = port
         return inlets
+
+    def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Any], Any]]:
+        """How payloads enter each sender's channel: towards the device of the replica behind it, if that is one."""
+        here = self.stations[route.channel.sender, replica].plan.device
+        there: list[str | None] = [self.stations[route.to.stage, r].plan.device for r in range(route.receivers)]
+        if senders < route.receivers:  # whoever is free takes it
+            there = [there[0] if len(set(there)) == 1 else None] * senders
+        return [partial(self.graph.transport.on_send, device=here, to=to) for to in there]
 
     def _queues(self, route: RoutePlan) -> list[Channel]:
         counts = {"local": 0, "shared": 1, "gathered": route.senders}

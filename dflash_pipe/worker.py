@@ -76,6 +76,7 @@ class Station:
     stamp_port: str | None = None
     ends_window: bool = False
     credits: Sequence[CreditGate] = ()
+    awaited: bool = False
     feed: Feed | None = None
     snapshots: Snapshots | None = None
 
@@ -306,6 +307,7 @@ class Worker:
             result = await result if inspect.isawaitable(result) else result
             if self.tape is not None and begin is not None:
                 self.tape.fired(station.plan.stage, part, stamp, begin, arguments.values(), result)
+            (self._transport.finish if station.awaited else self._transport.follow)(station.plan.device)
             return result
         except EndOfChannel:
             self._leaves_early = True
@@ -322,8 +324,6 @@ class Worker:
         self.activity.place = (
             f"{station.plan.stage} send message {message.stamp.index} of window {message.stamp.window}"
         )
-        if not message.empty:
-            message = message.carrying(self._transport.on_send(message.payload, station.plan.device))
         broken: BrokenChannel | None = None
         for outlet in outlets:
             try:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 __all__ = [
@@ -34,12 +33,6 @@ class Payload:
         """Bytes of all tensors in it."""
         return sum(_bytes(getattr(self, name)) for name in _names(self))
 
-    def to(self, device: str | torch.device) -> Self:
-        """The same payload on `device`; itself where it is there already."""
-        moved = {name: _to(getattr(self, name), device) for name in _names(self)}
-        same = all(value is getattr(self, name) for name, value in moved.items())
-        return self if same else dataclasses.replace(cast(Any, self), **moved)
-
 
 def _names(payload: Payload) -> list[str]:
     return [field.name for field in dataclasses.fields(cast(Any, payload))]
@@ -53,18 +46,6 @@ def _bytes(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_bytes, value.values()))
     return 0
-
-
-def _to(value: Any, device: str | torch.device) -> Any:
-    if isinstance(value, Tensor):
-        # Towards the CPU nothing would order such a copy before whoever reads it there.
-        return value.to(device, non_blocking=torch.device(device).type != "cpu")
-    if isinstance(value, Payload):
-        return value.to(device)
-    if isinstance(value, dict):
-        moved = {key: _to(item, device) for key, item in value.items()}
-        return value if all(moved[key] is value[key] for key in value) else moved
-    return value
 
 
 @dataclass(frozen=True)

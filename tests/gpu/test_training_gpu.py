@@ -35,6 +35,15 @@ def test_every_topology_computes_the_same_bits(target: str, rows: Path, tmp_path
         assert got == expected, topology
 
 
+def test_the_way_between_devices_changes_nothing(rows: Path, tmp_path: Path) -> None:
+    """Directly, and through the host (on one GPU there is no way between)."""
+    direct, staged = (
+        trained("data_parallel", "tiny_qwen3", rows, tmp_path / name, f"transport=stages.devices:{name}")
+        for name in ("DeviceTransport", "HostStagedTransport")
+    )
+    assert direct == staged
+
+
 def test_float32_is_what_it_is_on_the_cpu(rows: Path, tmp_path: Path) -> None:
     on_cpu = [f"{worker}.device=cpu" for worker in ("loader", "workers.target", "workers.drafter", "optim")]
     cpu = trained("overlapped", "tiny_llama", rows, tmp_path / "cpu", *FLOAT32, *on_cpu)

@@ -1,0 +1,101 @@
+"""What a device is still working on: a worker is one message ahead of it, and none where others wait for its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_pipe import Transport
+from tests.pipeline import executed, run_of
+
+LOG: list[tuple[Any, ...]] = []
+
+
+class Noted(Transport):
+    """Two devices; notes what it is asked, in order."""
+
+    def accelerators(self) -> list[str]:
+        return ["gpu:0", "gpu:1"]
+
+    def on_send(self, payload: Any, device: str, to: str | None) -> Any:
+        LOG.append(("send", device, to))
+        return payload
+
+    def follow(self, device: str) -> None:
+        LOG.append(("follow", device))
+
+    def finish(self, device: str) -> None:
+        LOG.append(("finish", device))
+
+
+LINE = """
+window: 2
+transport: "tests.test_behind:Noted"
+stages:
+  count: {use: "tests.pipeline:Count", with: {count: 4}}
+  step: {use: "tests.pipeline:Step"}
+  collect: {use: "tests.pipeline:Collect"}
+channels:
+  a: {from: count, to: step}
+  b: {from: step, to: collect}
+workers:
+  source: {stages: [count], device: cpu}
+  middle: {stages: [step], device: "gpu:0"}
+  end: {stages: [collect], device: "gpu:1"}
+"""
+
+
+@pytest.fixture
+def noted(tmp_path: Path) -> Any:
+    def run(*overrides: str) -> list[tuple[Any, ...]]:
+        LOG.clear()
+        executed(run_of(tmp_path, LINE, *overrides))
+        return LOG
+
+    return run
+
+
+def waits(log: list[tuple[Any, ...]], device: str) -> set[str]:
+    return {entry[0] for entry in log if entry[1] == device and entry[0] != "send"}
+
+
+def test_a_worker_is_one_message_ahead_of_its_device(noted: Any) -> None:
+    log = noted()
+    assert waits(log, "gpu:0") == waits(log, "gpu:1") == {"follow"}
+    assert log.count(("follow", "gpu:0")) == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "finished"),
+    [
+        ("middle.turn=one middle.replicas=2", {"gpu:0"}),
+        ("b.group=2", {"gpu:0"}),
+        ("credits.messages=1", {"gpu:1"}),
+        ("credits.windows=1", {"gpu:1"}),
+    ],
+)
+def test_where_others_wait_for_its_end_it_is_the_end_on_the_device(
+    noted: Any, overrides: str, finished: set[str]
+) -> None:
+    log = noted(*overrides.split())
+    for device in ("gpu:0", "gpu:1"):
+        assert waits(log, device) == ({"finish"} if device in finished else {"follow"})
+
+
+def test_the_sender_is_told_where_a_payload_goes(noted: Any) -> None:
+    assert {entry[1:] for entry in noted() if entry[0] == "send"} == {("cpu", "gpu:0"), ("gpu:0", "gpu:1")}
+
+
+@pytest.mark.parametrize(
+    ("take", "devices", "expected"),
+    [
+        ("round_robin", "[gpu:0, gpu:1]", {"gpu:0", "gpu:1"}),
+        ("first_free", "[gpu:0, gpu:1]", {None}),  # nobody knows yet
+        ("first_free", "[gpu:1, gpu:1]", {"gpu:1"}),
+    ],
+)
+def test_towards_replicas(noted: Any, take: str, devices: str, expected: set[str | None]) -> None:
+    log = noted("middle.replicas=2", f"middle.take={take}", f"middle.device={devices}")
+    assert {to for kind, device, to in (e for e in log if e[0] == "send") if device == "cpu"} == expected
