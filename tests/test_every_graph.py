@@ -1,5 +1,6 @@
 """Every graph that ships loads and checks, and topology files differ in the keys of a topology only."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def load_order(name):
     """The names of a file and of everything it extends, in the folder of graphs."""
     bases = yaml.safe_load((GRAPHS / name).read_text()).get("extends", [])
     folder = Path(name).parent
-    bases = [(folder / base).as_posix() for base in ([bases] if isinstance(bases, str) else bases)]
+    bases = [os.path.normpath(folder / base) for base in ([bases] if isinstance(bases, str) else bases)]
     return [name, *(each for base in bases for each in load_order(base))]
 
 

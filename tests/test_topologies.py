@@ -12,6 +12,8 @@ TOPOLOGIES = {
     "overlapped": ["overlapped"],
     "parallel_target": ["parallel_target"],
     "data_parallel": ["data_parallel"],
+    "published v1": ["published/v1"],
+    "published v3": ["published/v3"],
 }
 
 

@@ -30,7 +30,7 @@ def trained(topology: str, target: str, rows: Path, folder: Path, *overrides: st
 def test_every_topology_computes_the_same_bits(target: str, rows: Path, tmp_path: Path) -> None:
     expected = trained("sequential", target, rows, tmp_path / "sequential")
     assert len(expected.digests) >= 3
-    for topology in ("overlapped", "parallel_target", "data_parallel"):
+    for topology in ("overlapped", "parallel_target", "data_parallel", "published/v1", "published/v3"):
         got = trained(topology, target, rows, tmp_path / topology)
         assert got == expected, topology
 
