@@ -1,0 +1,50 @@
+"""SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) as a hash, in wrapping 64-bit integers.
+
+Integers are the same on every machine and device, and so is their sum, in whatever order it is made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["STEP", "digest", "mix", "mix_int", "shifted", "signed"]
+
+STEP = 0x9E3779B97F4A7C15
+_AT_ONCE = 1 << 25  # numbers hashed at once: their 64-bit copies are the memory that this takes
+
+
+def digest(values: Tensor) -> str:
+    """16 hexadecimal digits that depend on every bit of `values` (float32, contiguous) and on its place."""
+    bits = values.detach().view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE].long()
+        place = torch.arange(start, start + len(part), device=bits.device)
+        total += mix(mix(place * signed(STEP)) ^ part).sum()
+    return f"{int(total) % (1 << 64):016x}"
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64, elementwise."""
+    x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shifted(x, 31)
+
+
+def mix_int(x: int) -> int:
+    """The same on one unsigned number; the step is added so that 0 does not stay 0."""
+    x = (x + STEP) % (1 << 64)
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    return x ^ (x >> 31)
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right without the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def signed(x: int) -> int:
+    x %= 1 << 64
+    return x - (1 << 64) if x >= 1 << 63 else x
