@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_pipe import Context, Source, Stage, Stamp
+from dflash_pipe import BadInput, Context, Source, Stage, Stamp
 from dflash_pipe.check import rate
-from dflash_pipe.graph import Graph
+from dflash_pipe.graph import ChannelSpec, Graph
 from dflash_pipe.plan import Plan, WorkerPlan, plan, stage_order
 
 __all__ = ["alone"]
@@ -24,17 +24,24 @@ Firing = tuple[Stamp, dict[str, Any]]
 
 @dataclass
 class _Made:
-    """What a stage sent: a payload for each firing, and one for each window (None where it had nothing to send)."""
+    """What a stage sent: a payload for each message, and the last that it sent for a window.
+
+    Only the last, because gradients of a window are as large as the model: all windows are stepped with these.
+    """
 
     each: list[Any] = field(default_factory=list)
-    windows: list[Any] = field(default_factory=list)
+    window: Any = None
 
 
-def alone(graph: Graph, windows: int = 4) -> dict[str, float]:
+def alone(graph: Graph, windows: int = 2) -> dict[str, float]:
     """stage -> seconds for a step (its whole window), nothing else running; the second time over, so nothing is cold.
 
-    Fewer windows where the source ends before. Every window sees the initial weights. Raises what a stage raises.
+    Fewer windows where the source ends before. Every window sees the initial weights, and is stepped with the last
+    one's gradients. Raises what a stage raises.
     """
+    for name, stage in graph.stages.items():
+        if stage.signature.is_async:
+            raise BadInput(f"--profile-stages: stage {name} is async, so its time is that of whatever it waits for")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         return _Bench(plan(graph), Path(folder)).run(windows)
 
@@ -93,36 +100,41 @@ class _Bench:
         stage, made = self.stages[name], _Made()
         stamped = self.graph.stages[name].signature.stamp
         ends = self.graph.stages[name].signature.window_output is not None
+        once = rate(self.graph, name) == "window"
         for stamp, inputs in firings:
-            made.each.append(stage.process(**inputs, **({stamped: stamp} if stamped else {})))
+            sent = stage.process(**inputs, **({stamped: stamp} if stamped else {}))
+            if once:
+                made.window = sent
+            else:
+                made.each.append(sent)
             if ends and stamp.last:
-                made.windows.append(stage.end_window())
+                made.window = stage.end_window()
         return made
 
     def _firings(self, name: str) -> Iterator[Firing]:
         """Everything that the stage works on, on its device; a window that is not whole is left out."""
         window, once = self.graph.window, rate(self.graph, name) == "window"
         first = next(made for stage, made in self.made.items() if self.graph.stages[stage].signature.source)
+        held = self._inputs(name, "window", 0)
         for index in range(len(first.each) // window * window):
             stamp = Stamp(index, index // window, index % window, index % window == window - 1)
             if once and not stamp.last:
                 continue
-            inputs = {port: self._input(name, port, stamp) for port in self.graph.stages[name].signature.inputs}
-            if None not in inputs.values():
+            if None not in (inputs := self._inputs(name, "message", index) | held).values():
                 yield stamp, inputs
 
-    def _input(self, name: str, port: str, stamp: Stamp) -> Any:
-        channel = next(
-            c for c in self.graph.channels.values() if any((to.stage, to.port) == (name, port) for to in c.receivers)
-        )
+    def _inputs(self, name: str, per: str, index: int) -> dict[str, Any]:
+        """What the stage's ports of this rate receive: for message `index`, or for any window."""
+        channels = (c for c in self.graph.channels.values() if c.per == per)
+        ports = [(to.port, channel) for channel in channels for to in channel.receivers if to.stage == name]
+        return {port: self._received(name, port, self._sent(channel, index)) for port, channel in ports}
+
+    def _sent(self, channel: ChannelSpec, index: int) -> Any:
         if channel.initial:
-            payload = self.stages[channel.sender].initial()
-        elif channel.per == "message":
-            payload = self.made[channel.sender].each[stamp.index]
-        else:
-            made = self.made[channel.sender]
-            payload = (made.windows or made.each)[stamp.window]
-        gathered = self.graph.stages[name].signature.inputs[port].gather
-        return self.transport.on_receive(
-            (payload,) if gathered and payload is not None else payload, self.devices[name]
-        )
+            return self.stages[channel.sender].initial()
+        made = self.made[channel.sender]
+        return made.window if channel.per == "window" else made.each[index]
+
+    def _received(self, name: str, port: str, payload: Any) -> Any:
+        gathered = self.graph.stages[name].signature.inputs[port].gather and payload is not None
+        return self.transport.on_receive((payload,) if gathered else payload, self.devices[name])

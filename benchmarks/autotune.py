@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.autotuned_launches import OURS, THREADS, WAYS, Launches, at_once, launches
-from benchmarks.machine import described, keep
+from benchmarks.machine import Out, described, keep
 from dflash_pipe import BadInput
 from stages.target_model import load_truncated
 from stages.tuning import keep_tuning
@@ -111,7 +111,7 @@ def _target(device: str) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **_LAYERS).save_pretrained(folder)
-        return load_truncated(folder, None, [0, 2], "bfloat16", device, "random")
+        return load_truncated(folder, None, [0, 2], "bfloat16", device, "random", plain=True)
 
 
 def _batch(shape: tuple[int, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,9 +136,8 @@ def separately(call: str, **environment: str) -> dict[str, Any]:
         f"import json; from pathlib import Path; from benchmarks.autotune import *; print(json.dumps(vars({call})))"
     )
     command = [sys.executable, "-c", script]
-    ended = subprocess.run(
-        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True, timeout=180
-    )
+    where: dict[str, Any] = {"cwd": Path(__file__).parents[1], "env": {**os.environ, **environment}}
+    ended = subprocess.run(command, **where, stdout=subprocess.PIPE, text=True, check=True, timeout=180)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
@@ -150,9 +149,12 @@ def autotune(
     check: Annotated[
         bool, typer.Option("--check", help="exit with 1 if ours fails or computes something else")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="write autotune.json into this folder")] = None,
+    out: Out = None,
 ) -> None:
-    """Autotuned kernels in several threads: errors, launches a second, and on a GPU real Gated DeltaNet layers."""
+    """Autotuned Triton kernels launched by several threads.
+
+    Errors and launches a second; on a GPU also real Gated DeltaNet layers.
+    """
     if importlib.util.find_spec("triton") is None:
         raise BadInput("autotune: Triton is not installed (there is none for this platform)")
     console = Console() if Console().is_terminal else Console(width=130)

@@ -15,6 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from benchmarks.interval import Estimate
+from dflash_pipe.forecast_table import duration, unit_of
 from dflash_pipe.stats import BLOCKED, STARVED
 from dflash_pipe.trace import Depth, Timeline
 
@@ -71,12 +72,12 @@ def stage_colours(stages: Sequence[str]) -> dict[str, str]:
 
 def timelines(panels: Sequence[Panel], seconds: float) -> str:
     """What every worker did for `seconds`, topology below topology on one time axis. Numbers: index of the message."""
-    scale, unit = _unit(seconds)
+    unit, size = unit_of(seconds)
     rows = [(_TITLE, _ROW * len(panel.timeline.workers)) for panel in panels]
     with _figure("timelines", _total(rows)) as (figure, done):
         axes = _stacked(figure, panels, rows)
         for ax, panel in zip(axes, panels, strict=True):
-            _timeline(ax, panel, seconds, scale)
+            _timeline(ax, panel, seconds, 1 / size)
         axes[-1].set_xlabel(f"time in {unit}, from the end of a step")
         return done()
 
@@ -128,13 +129,13 @@ class _Window:
 
 
 def worker_shares(panels: Sequence[Panel]) -> str:
-    """Each worker's time: busy, starved (waits for input), blocked (waits for room), in per cent."""
+    """Each worker's time: busy with each of its stages, starved (waits for input), blocked (for room), in per cent."""
     rows = [(_TITLE, _ROW * len(panel.shares)) for panel in panels]
     with _figure("shares", _total(rows)) as (figure, done):
         axes = _stacked(figure, panels, rows)
         for ax, panel in zip(axes, panels, strict=True):
-            for row, (worker, shares) in enumerate(panel.shares.items()):
-                _bar(ax, row, shares, _busy_colour(panel, worker))
+            for row, worker in enumerate(panel.shares):
+                _bar(ax, row, _parts(panel, worker))
             ax.set_title(panel.name, loc="left", size=9, weight="bold")
             ax.set_yticks(range(len(panel.shares)), list(panel.shares))
             ax.set_ylim(len(panel.shares) - 0.5, -0.5)
@@ -144,31 +145,39 @@ def worker_shares(panels: Sequence[Panel]) -> str:
         return done()
 
 
-def _bar(ax: Axes, row: int, shares: tuple[float, float, float], busy: str) -> None:
-    left = 0.0
-    colours = (busy, WAITS[STARVED], WAITS[BLOCKED])
-    for share, colour, word in zip(shares, colours, ("busy", "starved", "blocked"), strict=True):
-        ax.barh(row, 100 * share, 0.72, left, color=colour)
-        if share >= 0.1:
-            ink = _ink(colour)
-            text = f"{word} {share:.0%}" if share >= 0.2 else f"{share:.0%}"
-            ax.text(left + 50 * share, row, text, ha="center", va="center_baseline", color=ink, size=7.5)
-        left += 100 * share
-
-
-def _busy_colour(panel: Panel, worker: str) -> str:
-    """The colour of the stage that takes most of the worker's time."""
+def _parts(panel: Panel, worker: str) -> list[tuple[str, float, str]]:
+    """(word, share, colour) of what a worker's time was spent on."""
+    busy, starved, blocked = panel.shares[worker]
     spent: dict[str, float] = {}
     for span in panel.timeline.spans:
         if span.worker == worker:
             spent[span.stage] = spent.get(span.stage, 0.0) + span.end - span.begin
-    return panel.colours[max(spent, key=lambda stage: spent[stage])] if spent else COLOURS[-1]
+    total = sum(spent.values())
+    stages = [
+        (stage if len(spent) > 1 else "busy", busy * spent[stage] / total, colour)
+        for stage, colour in panel.colours.items()
+        if total and stage in spent
+    ]
+    stages = stages or [("busy", busy, COLOURS[-1])]
+    return [*stages, ("starved", starved, WAITS[STARVED]), ("blocked", blocked, WAITS[BLOCKED])]
+
+
+def _bar(ax: Axes, row: int, parts: Sequence[tuple[str, float, str]]) -> None:
+    left = 0.0
+    for word, share, colour in parts:
+        ax.barh(row, 100 * share, 0.72, left, color=colour)
+        if share >= 0.03:
+            text = f"{word} {share:.0%}" if share >= 0.12 else f"{share:.0%}"
+            ink = _ink(colour)
+            ax.text(left + 50 * share, row, text, ha="center", va="center_baseline", color=ink, size=7.5)
+        left += 100 * share
 
 
 def step_times(panels: Sequence[Panel]) -> str:
     """Seconds a step: every repeat, the median with its interval, and the forecast."""
     most = max(max(*panel.steps, panel.forecast) for panel in panels)
-    scale, unit = _unit(most)
+    unit, size = unit_of(most)
+    scale = 1 / size
     with _figure("steps", 0.42 * len(panels) + 0.95) as (figure, done):
         left, total = _left(panels), _height(figure)
         ax = figure.add_axes((left, 0.5 / total, 0.985 - left, 1 - 0.6 / total))
@@ -181,7 +190,7 @@ def step_times(panels: Sequence[Panel]) -> str:
             ax.plot([low * scale, high * scale], [row, row], color=_INK, linewidth=1.6, solid_capstyle="butt")
             ax.plot([panel.step.median * scale] * 2, [row - 0.25, row + 0.25], color=_INK, linewidth=1.6)
             ax.plot(panel.forecast * scale, row, "D", mfc="none", mec=COLOURS[5], ms=8, mew=1.5)
-            said = f"{panel.step.median * scale:.3g} {unit} (forecast {panel.forecast * scale:.3g})"
+            said = f"{duration(panel.step.median)} (forecast {duration(panel.forecast)})"
             right = max(*panel.steps, high, panel.forecast) * scale
             ax.annotate(said, (right, row), (10, 0), textcoords="offset points", va="center", size=8.5)
         ax.set_yticks(range(len(panels)), [panel.name for panel in panels])
@@ -194,7 +203,8 @@ def step_times(panels: Sequence[Panel]) -> str:
 
 def channel_depths(panels: Sequence[Panel], seconds: float) -> str:
     """Messages in each channel over the time that the timelines show, and its room (dashed)."""
-    scale, unit = _unit(seconds)
+    unit, size = unit_of(seconds)
+    scale = 1 / size
     shown = [(panel, name) for panel in panels for name in panel.capacities]
     if not shown:
         return ""
@@ -229,10 +239,6 @@ def _steps_of(depths: Sequence[Depth], inside: _Window) -> tuple[list[float], li
 
 
 # --- layout
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    return (1000.0, "ms") if seconds < 10 else (1.0, "s")
 
 
 def _height(figure: Figure) -> float:

@@ -140,7 +140,10 @@ def handoff(
     repeats: Annotated[int, typer.Option(help="repeats of each kind, in turns", min=3)] = 25,
     check: Annotated[bool, typer.Option("--check", help="exit with 1 if a goal is missed")] = False,
 ) -> None:
-    """What a hand-off between two threads costs, against queue.Queue; and four stages against a bare loop."""
+    """What a hand-off between two threads costs.
+
+    A channel against queue.Queue, and a line of four stages against a bare loop.
+    """
     ratios = [measure(capacity, count, repeats) for capacity in CAPACITIES]
     over = statistics.median(four_stages(3))
     heads = ("capacity", *(f"{kind} µs" for kind in KINDS), "janus ratio", "channel ratio", "quartiles", "goal")
@@ -150,7 +153,7 @@ def handoff(
         times = (f"{r.best[kind]:.2f}" for kind in KINDS)
         medians = (f"{r.median(kind):.2f}" for kind in ("janus", "channel"))
         table.add_row(str(r.capacity), *times, *medians, r.spread("channel"), f"≤ {RATIO} {good}")
-    console = Console()
+    console = Console() if Console().is_terminal else Console(width=130)
     console.print(
         f"{described()}; janus {importlib.metadata.version('janus')}",
         f"command: python -m benchmarks {' '.join(sys.argv[1:])}",

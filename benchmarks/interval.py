@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_pipe.forecast_table import figure
+
 __all__ = ["Estimate", "estimate"]
 
 _DRAWS = 10_000
@@ -24,7 +26,7 @@ class Estimate:
         """Both ends as text; empty where there are none."""
         if self.low is None or self.high is None:
             return ""
-        return f"{self.low * scale:.{digits}g} to {self.high * scale:.{digits}g}"
+        return f"{figure(self.low * scale, digits)} to {figure(self.high * scale, digits)}"
 
 
 def estimate(values: Sequence[float], *, level: float = 0.95, seed: int = 0) -> Estimate:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compare import Topology, run_in_turns
-from benchmarks.machine import described, keep
+from benchmarks.machine import Out, described, keep
 from dflash_pipe.check import check, rate
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.graph import Graph, dump, load
@@ -170,9 +169,12 @@ def ladder(
     scale: Annotated[float, typer.Option(help="run at so many times the published seconds", min=0.001)] = 0.05,
     steps: Annotated[int, typer.Option(help="steps of each rung (the first two are left out)", min=4)] = 12,
     repeat: Annotated[int, typer.Option(help="runs of each rung, in turns", min=1)] = 1,
-    out: Annotated[Path | None, typer.Option(help="write ladder.json into this folder")] = None,
+    out: Out = None,
 ) -> None:
-    """Forecast and measure every rung of a published history; exit 1 if a ratio of rungs is more than 5 % off."""
+    """Forecast and measure a published history of step times.
+
+    The exit code is 1 if the ratio of two rungs is more than 5 % off the published one.
+    """
     console = Console() if Console().is_terminal else Console(width=170)
     with console.status("climbing"):
         rungs = climbed(scale, steps, repeat)

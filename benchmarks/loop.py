@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.interval import Estimate, estimate
-from benchmarks.machine import described, keep
+from benchmarks.machine import Out, described, keep
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.graph import Graph, load
 from dflash_pipe.message import Stamp
@@ -42,13 +41,16 @@ _ROWS, _LENGTH, _VOCABULARY = 64, 96, 49_000
 
 
 def loop(
-    steps: Annotated[int, typer.Option(help="steps of each run, the first left out")] = 6,
-    repeat: Annotated[int, typer.Option(help="runs of each side, in turns")] = 6,
-    out: Annotated[Path | None, typer.Option(help="folder for the figures as JSON")] = None,
+    steps: Annotated[int, typer.Option(help="steps of each run, the first left out", min=2)] = 6,
+    repeat: Annotated[int, typer.Option(help="runs of each side, in turns", min=1)] = 6,
+    out: Out = None,
     check: Annotated[bool, typer.Option("--check", help="exit 1 where a goal is missed")] = False,
 ) -> None:
-    """Sequential graph against a hand-written loop of the same torch calls, on SmolLM2 on the CPU."""
-    console = Console()
+    """A sequential graph against a hand-written loop.
+
+    Both make the same torch calls: SmolLM2 on the CPU.
+    """
+    console = Console() if Console().is_terminal else Console(width=130)
     with tempfile.TemporaryDirectory() as folder:
         graph = _graph(Path(folder), steps)
         pairs = []
@@ -65,7 +67,7 @@ def loop(
     if out is not None:
         keep(out, "loop", {"seconds": pairs, "ratio": ratio.median, "interval": [ratio.low, ratio.high], "peak": peak})
     if check and (ratio.median > 1 + OVER or peak > MEMORY):
-        sys.exit(1)
+        raise typer.Exit(1)
 
 
 def _graph(folder: Path, steps: int) -> Graph:

@@ -1,4 +1,4 @@
-"""What stands beside every figure: the machine, the versions and the command that it came from."""
+"""What stands beside every figure: machine, versions and command; and the file where figures are kept."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-__all__ = ["cores", "described", "keep", "processor", "record"]
+import typer
+
+from dflash_pipe import BadInput
+
+__all__ = ["Out", "cores", "described", "keep", "processor", "record"]
 
 _PACKAGES = ("dflash-pipe", "janus", "numpy", "pyarrow", "torch", "transformers", "triton", "datasets")
 
@@ -35,7 +41,7 @@ def cores() -> int:
 def described() -> str:
     """The machine in one line."""
     system = f"{platform.system()} {platform.release()}"
-    gpus = ", ".join(_gpus()) or "no GPU"
+    gpus = ", ".join(f"{count} x {name}" for name, count in Counter(_gpus()).items()) or "no GPU"
     return f"{processor()}, {cores()} cores, {gpus}, {system}, Python {platform.python_version()}"
 
 
@@ -56,9 +62,23 @@ def record() -> dict[str, Any]:
     }
 
 
+def _made(folder: Path | None) -> Path | None:
+    """The folder, made and tried before anything is measured: figures must not be lost at the end."""
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(dir=folder))
+        except OSError as error:
+            raise BadInput(f"--out: nothing can be written into {folder} ({error.strerror})", "command line") from None
+    return folder
+
+
+# The option of every command that keeps its figures.
+Out = Annotated[Path | None, typer.Option(callback=_made, help="write the figures as JSON into this folder")]
+
+
 def keep(folder: Path, name: str, figures: dict[str, Any]) -> Path:
     """Write folder/name.json: the record of this moment, then the figures."""
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.json"
     file.write_text(json.dumps(record() | figures, indent=1) + "\n")
     return file

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_pipe import BadInput
+from dflash_pipe.errors import nearest
 from stages.dflash_loss import LossConfig, Supervision, block_inputs, block_loss
+from stages.dflash_masks import Attention
 from stages.dflash_model import DFlashModel, DrafterConfig, FlatParameters, flatten
 
 __all__ = ["TOLERANCE", "Case", "Difference", "cases", "compare", "parity"]
@@ -148,7 +150,8 @@ def compare(case: Case, attention: str = "auto", device: str = "cpu", gradients:
     what = Supervision.of(t["input_ids"], t["loss_mask"].bool(), t["anchors"], keep, b, case.loss)
     with torch.set_grad_enabled(gradients):
         hidden = flat[0](embeds, t["target_hidden"].float(), t["anchors"], keep, attention)
-        loss, sums = block_loss(hidden, t["lm_head.weight"].float(), what, case.loss, chunk=16)
+        supervised = hidden.flatten(0, 1)[what.rows]
+        loss, sums = block_loss(supervised, t["lm_head.weight"].float(), what, case.loss, chunk=16)
     used = keep.repeat_interleave(b, 1)
     metrics = sums.metrics()
     yield _difference(case.name, "draft_hidden", hidden[used], t["draft_hidden"][used])
@@ -188,7 +191,14 @@ def parity(
     attention: Annotated[str, typer.Option(help="auto, flex, sdpa or eager.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda:0, ...")] = "cpu",
 ) -> None:
-    """Compare hidden states, loss, accuracy and every gradient with another implementation's; exit 1 if they differ."""
+    """Losses and gradients against another implementation's.
+
+    Hidden states and accuracy, too; the exit code is 1 if anything differs.
+    """
+    if attention not in get_args(Attention):
+        raise BadInput(
+            f"--attention {attention}: no such backend{nearest(attention, get_args(Attention))}", "command line"
+        )
     _check_device(device)
     found = [difference for case in cases(folder) for difference in compare(case, attention, device)]
     table = Table(title=f"largest differences, {device}, float32 (accepted: {TOLERANCE:g} x max(1, largest reference))")

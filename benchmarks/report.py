@@ -10,8 +10,9 @@ import jinja2
 from markupsafe import Markup
 
 from benchmarks import figures
-from benchmarks.compare import Findings, Topology
+from benchmarks.compare import Topology
 from benchmarks.figures import Panel
+from benchmarks.findings import Findings
 from benchmarks.machine import described, record
 from dflash_pipe.forecast import Forecast
 from dflash_pipe.trace import Timeline
@@ -22,8 +23,13 @@ __all__ = ["panels", "rendered"]
 _STEPS, _SPANS = 3.1, 1500
 
 
-def rendered(topologies: Sequence[Topology], forecasts: Sequence[Forecast], findings: Findings) -> str:
-    """The page."""
+def rendered(
+    topologies: Sequence[Topology],
+    forecasts: Sequence[Forecast],
+    findings: Findings,
+    ceilings: Sequence[Sequence[str]] = (),
+) -> str:
+    """The page. ceilings: each stage by itself, heads first; none if that was not measured."""
     shown, seconds = panels(topologies, forecasts)
     first = topologies[0]
     about = record()
@@ -31,6 +37,7 @@ def rendered(topologies: Sequence[Topology], forecasts: Sequence[Forecast], find
     words: dict[str, Any] = {
         "title": f"Topologies compared: {', '.join(topology.name for topology in topologies)}",
         **vars(findings),
+        "ceilings": ceilings,
         "repeats": len(first.trials),
         "warm_up": first.middle.profile.warm_up,
         "profiled": first.name,
@@ -50,17 +57,19 @@ def rendered(topologies: Sequence[Topology], forecasts: Sequence[Forecast], find
 def panels(topologies: Sequence[Topology], forecasts: Sequence[Forecast]) -> tuple[list[Panel], float]:
     """What the pictures show, and how many seconds of the timelines."""
     ends = [_ends(topology.middle.timeline) for topology in topologies]
-    seconds = min(_STEPS * max(topology.middle.step for topology in topologies), *map(_length, topologies))
+    begins = [_begin(topology.middle.timeline, own) for topology, own in zip(topologies, ends, strict=True)]
+    counted = (max(own.values()) - begin for begin, own in zip(begins, ends, strict=True))
+    seconds = min(_STEPS * max(topology.middle.step for topology in topologies), *counted)
     spans = sum(len(topology.middle.timeline.spans) / _length(topology) for topology in topologies) * seconds
     seconds /= max(1.0, spans / _SPANS)
     colours = figures.stage_colours(list(topologies[0].graph.stages))
     shown = []
-    for topology, forecast, own in zip(topologies, forecasts, ends, strict=True):
+    for topology, forecast, own, begin in zip(topologies, forecasts, ends, begins, strict=True):
         trial = topology.middle
         panel = Panel(
             name=topology.name,
             timeline=trial.timeline,
-            begin=_begin(trial.timeline, own, seconds),
+            begin=begin,
             ends=tuple(own.values()),
             shares={w.name: (w.busy, w.starved, w.blocked) for w in trial.view.workers},
             capacities={channel.name: channel.capacity for channel in trial.view.channels},
@@ -86,8 +95,6 @@ def _length(topology: Topology) -> float:
     return max(span.end for span in spans) - min(span.begin for span in spans)
 
 
-def _begin(timeline: Timeline, ends: dict[int, float], seconds: float) -> float:
-    """The end of the first window that counts and after which there are so many seconds; else as late as possible."""
-    last = max(ends.values())
-    fits = (end for window, end in ends.items() if window >= timeline.warm_up - 1 and end + seconds <= last)
-    return next(fits, last - seconds)
+def _begin(timeline: Timeline, ends: dict[int, float]) -> float:
+    """The end of the last window of the warm-up, or of the first that the timeline still has."""
+    return next(end for window, end in ends.items() if window >= timeline.warm_up - 1)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.machine import described, keep
+from benchmarks.machine import Out, described, keep
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.forecast import predict
 from dflash_pipe.graph import Graph, load
@@ -54,12 +54,15 @@ class Verdict:
 
 def verdicts(
     graphs: Annotated[int, typer.Option(help="how many random graphs", min=1)] = 20,
-    seed: Annotated[int, typer.Option(help="of the first graph")] = 0,
+    seed: Annotated[int, typer.Option(help="of the first graph", min=0)] = 0,
     check: Annotated[bool, typer.Option("--check", help="exit with 1 if the goal is missed")] = False,
-    out: Annotated[Path | None, typer.Option(help="write verdicts.json into this folder")] = None,
+    out: Out = None,
 ) -> None:
-    """Make every change that the forecast considers, and see whether the one it names helps most."""
-    console = Console()
+    """Whether the change that a forecast names helps most.
+
+    Random graphs of waiting stages run, and so does every change of them that the forecast considers.
+    """
+    console = Console() if Console().is_terminal else Console(width=130)
     found = [verdict_of(number) for number in track(range(seed, seed + graphs), "graphs", console=console)]
     share = statistics.mean(verdict.right for verdict in found)
     table = Table("graph", "ms a step", "named", "ms", "best of all", "ms", "right", title=described(), box=None)

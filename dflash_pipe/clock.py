@@ -194,14 +194,18 @@ class Gate:
 
 
 class Place(Gate):
-    """Held by one process at a time: a device that several workers compute on."""
+    """Held by `room` processes at a time: a device that several workers compute on."""
 
-    _taken = False
+    def __init__(self, clock: Clock, name: str, room: int) -> None:
+        super().__init__(clock, name)
+        self._free = room
 
     def admits(self, key: Any) -> bool:
-        taken, self._taken = self._taken, True
-        return not taken
+        if self._free == 0:
+            return False
+        self._free -= 1
+        return True
 
     def leave(self) -> None:
-        self._taken = False
+        self._free += 1
         self.settle()

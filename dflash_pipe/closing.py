@@ -37,6 +37,7 @@ def closing_lines(graph: Graph, profile: Profile | None, unmeasured: str) -> Ite
         yield tried.verdict
         if tried.refusal:
             yield f"no change is forecast: {tried.refusal}"
+    yield from profile.doubts()
     yield " · ".join(_rates(profile))
 
 

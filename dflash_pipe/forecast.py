@@ -6,9 +6,8 @@ chooses: the exact maximum cycle ratio. Otherwise the plan is simulated, varying
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,10 +18,11 @@ from dflash_pipe.graph import Graph
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import Profile
-from dflash_pipe.service import constant_times, drawn_times, resized, sped_up, varies
+from dflash_pipe.service import constant_times, drawn_times, sped_up, uncontended, varies
 from dflash_pipe.simulate import Shares, Simulated, Times, simulate
-from dflash_pipe.simulated_wiring import shared_devices
-from dflash_pipe.what_if import Change, asked, graph_of, resizing, usual
+from dflash_pipe.simulated_wiring import Exclusive, Resource, shared_cores, shared_devices
+from dflash_pipe.sizes import resized, sizes, telling_keys
+from dflash_pipe.what_if import Change, asked, graph_of, usual
 
 __all__ = ["Forecast", "Options", "Outcome", "Pace", "predict"]
 
@@ -52,7 +52,7 @@ class Pace:
     """Seconds for a step: mean, median, and the interval that holds 90 % of the steps. exact: not simulated.
 
     cycle: what decides it. stages: share of the critical path, most first. workers: shares of their time. remarks: what
-    is extrapolated or not known.
+    is extrapolated, or left out.
     """
 
     step: float
@@ -69,24 +69,26 @@ class Pace:
 @dataclass(frozen=True)
 class Outcome:
     """What a change would bring. speedup: in messages' worth of work a second (above 1: faster). pace: None if the
-    change cannot be forecast; the refusal says why."""
+    change cannot be forecast; the refusal says why. remarks: of its pace, if the graph's own pace has them not."""
 
     change: Change
     pace: Pace | None
     speedup: float
     refusal: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """measured: mean seconds of a step of the profiled run. own: what this forecast says about that run. refusal: why
-    no change was tried (its miss of the profiled run), or ''. rows_per_second, eta: None where rows are not known.
-    outcomes: the first `asked` of them are of the what-ifs that were asked for."""
+    """measured: mean seconds of a step of the profiled run. own: what this forecast says about that run. doubts: about
+    the profile. refusal: why no change was tried (its miss of the profiled run), or ''. rows_per_second, eta: None
+    where rows are not known. outcomes: the first `asked` of them are of the what-ifs that were asked for."""
 
     graph: str
     pace: Pace
     measured: float
     own: float
+    doubts: tuple[str, ...]
     messages_per_second: float
     rows_per_second: float | None
     eta: float | None
@@ -99,24 +101,30 @@ class Forecast:
 def predict(graph: Graph, profile: Profile, what_ifs: Sequence[str] = (), options: Options | None = None) -> Forecast:
     """Forecast a checked graph from a profile. what_ifs: see `dflash_pipe.what_if.asked`.
 
-    Raises BadInput if the profile is not of this dataflow, a what-if cannot be read, or the graph would stall.
+    Raises BadInput if the profile is not of this dataflow, a what-if cannot be read or changes only what the profile
+    does not know, or the graph would stall.
     """
     return _Prediction(profile, options or Options()).of(graph, what_ifs)
 
 
 class _Prediction:
     def __init__(self, profile: Profile, options: Options) -> None:
-        self.profile, self.options = profile, options
+        self.options = options
         self.profiled = graph_of(profile.graph, "the profile's graph")
+        self.doubts = tuple(profile.doubts())
+        if not profile.steps.mean > 0:
+            raise BadInput("the profile's steps took no time")
+        self.profiled_plan = lay_out(self.profiled)
+        self.profile = uncontended(profile, self.profiled_plan)
         self.varies = varies(profile)
 
     def of(self, graph: Graph, what_ifs: Sequence[str]) -> Forecast:
         _same_stages(graph, self.profile)
         changes = [asked(graph, text) for text in what_ifs]
         pace = self._pace(graph, {})
+        for change in changes:
+            self._refuse_unknown(graph, change)
         measured, own = self.profile.steps.mean, self._pace(self.profiled, {}).step
-        if not measured > 0:
-            raise BadInput("the profile's steps took no time")
         refusal = ""
         if abs(own / measured - 1) > _TRUSTED:
             refusal = (
@@ -124,7 +132,8 @@ class _Prediction:
                 f"more than {_TRUSTED:.0%} off, so nothing is said about changes"
             )
         if self.options.changes:
-            changes += usual(graph)
+            names = {change.name for change in changes}
+            changes += [c for c in usual(graph, telling_keys(graph, self.profile)) if c.name not in names]
         outcomes = () if refusal else tuple(self._outcome(graph, pace, change) for change in changes)
         rows = self._rows(graph)
         per_second = rows * graph.window / pace.step if rows else None
@@ -133,6 +142,7 @@ class _Prediction:
             pace=pace,
             measured=measured,
             own=own,
+            doubts=self.doubts,
             messages_per_second=graph.window / pace.step,
             rows_per_second=per_second,
             eta=self.options.rows / per_second if per_second and self.options.rows else None,
@@ -145,19 +155,38 @@ class _Prediction:
     def _outcome(self, graph: Graph, pace: Pace, change: Change) -> Outcome:
         try:
             changed = self._pace(change.graph, change.times)
-            grown = self._growth(change.graph) / self._growth(graph)
         except BadInput as error:
             return Outcome(change, None, 1.0, str(error))
-        work = change.graph.window * grown / graph.window
-        return Outcome(change, changed, work * pace.step / changed.step)
+        work = change.graph.window * self._growth(change.graph) / (graph.window * self._growth(graph))
+        remarks = tuple(remark for remark in changed.remarks if remark not in pace.remarks)
+        return Outcome(change, changed, work * pace.step / changed.step, remarks=remarks)
+
+    def _refuse_unknown(self, graph: Graph, change: Change) -> None:
+        """Raise BadInput if a change only sets keys of which the profile does not tell what they do."""
+        if any(
+            getattr(graph, key) != getattr(change.graph, key) for key in ("workers", "channels", "credits", "window")
+        ):
+            return
+        known = sizes(graph, change.graph, self.profile)
+        try:
+            if known.unknown and not known.limits and known.everywhere == 1.0:
+                keys = " and ".join(known.unknown)
+                raise BadInput(f"the profile does not tell what {keys} does to the time")
+            resized(self.profile, sizes(self.profiled, change.graph, self.profile))
+        except BadInput as error:
+            said = f"not forecast: {error.message}; to know it, profile a run of the changed graph"
+            raise BadInput(said, f"--what-if {change.name!r}") from None
 
     # --- one graph
 
     def _pace(self, graph: Graph, faster: Mapping[str, float]) -> Pace:
-        profile, remarks = self._profile_for(graph)
+        change = sizes(self.profiled, graph, self.profile)
+        profile, remarks = resized(self.profile, change)
+        remarks += [f"not forecast: what {key} does" for key in change.unknown]
         for stage, factor in faster.items():
             profile = sped_up(profile, stage, factor)
         plan = lay_out(graph)
+        remarks += self._left_out(plan)
         exclusive = self._exclusive(plan)
         stations = sum(len(worker.stations) for worker in plan.workers)
         windows = self.options.windows or max(60, min(400, _FIRINGS // (graph.window * stations)))
@@ -171,31 +200,25 @@ class _Prediction:
         except Stalled as error:
             raise BadInput(f"{graph.name} would stall: {error}") from None
         exact = not self.varies and not exclusive and is_marked(plan)
-        return _paced(plan, seen, remarks, times if exact else None)
+        return _paced(plan, seen, tuple(remarks), times if exact else None)
 
-    def _profile_for(self, graph: Graph) -> tuple[Profile, tuple[str, ...]]:
-        """The profile with its samples resized to what the graph's parameters make of the messages."""
-        factors, remarks = resizing(self.profiled, graph)
-        stages = dict(self.profile.stages)
-        for stage, own in factors.items():
-            known = {measure for samples in stages.get(stage, {}).values() for measure in samples.measures}
-            for measure in sorted(own.keys() - known - {"*"}):
-                remarks.append(f"{stage}: {measure} was not measured in the profile, so its effect is not known")
-        everywhere = next((own["*"] for own in factors.values() if "*" in own), 1.0)
-        for stage, parts in stages.items():
-            for part, samples in parts.items():
-                own = {measure: everywhere * factors.get(stage, {}).get(measure, 1.0) for measure in samples.measures}
-                try:
-                    changed, remark = resized(samples, own)
-                except ValueError as error:
-                    raise BadInput(f"{stage}: {error}") from None
-                stages[stage] = {**stages[stage], part: changed}
-                remarks += [f"{stage}: {remark}"] if remark else []
-        return replace(self.profile, stages=stages), tuple(remarks)
+    def _left_out(self, plan: Plan) -> list[str]:
+        """What the profile cannot know of other devices, and of workers that crowd each other, in words."""
+        host, found = self.profile.host, list[str]()
+        if host is None:
+            return found
+        stations = (station for worker in plan.workers for station in worker.stations)
+        if moved := dict.fromkeys(s.stage for s in stations if s.stage in host.stages and s.device != "cpu"):
+            found.append(f"measured on a CPU, not on a GPU: {', '.join(moved)}")
+        if self._cores(plan) and not self._cores(self.profiled_plan):
+            found.append(
+                f"more workers than {host.cores} CPU cores have room for (threads: {plan.graph.threads}): "
+                "they take turns, and what they cost each other beyond that is not in the profile"
+            )
+        return found
 
     def _growth(self, graph: Graph) -> float:
-        factors, _ = resizing(self.profiled, graph)
-        return next((own["*"] for own in factors.values() if "*" in own), 1.0)
+        return sizes(self.profiled, graph, self.profile).everywhere
 
     def _rows(self, graph: Graph) -> float | None:
         """Mean rows in a message, if any stage measures them."""
@@ -205,30 +228,23 @@ class _Prediction:
                     return float(np.mean(samples.measures["rows"])) * self._growth(graph)
         return None
 
-    def _exclusive(self, plan: Plan) -> dict[tuple[str, int], str]:
+    def _exclusive(self, plan: Plan) -> Exclusive:
         together = self.options.together or {}
         known = [station.stage for worker in plan.workers for station in worker.stations]
         for stage in together:
             if stage not in known:
                 raise BadInput(f"no stage {stage!r}{nearest(stage, known)}", "command line")
         named = {
-            (station.stage, worker.replica): together[station.stage]
+            (station.stage, worker.replica): Resource(together[station.stage])
             for worker in plan.workers
             for station in worker.stations
             if station.stage in together
         }
-        return shared_devices(plan) | self._shared_cores(plan) | named
+        return {**shared_devices(plan), **self._cores(plan), **named}
 
-    def _shared_cores(self, plan: Plan) -> dict[tuple[str, int], str]:
-        """CPU stages that use so many cores each (`threads`) that only one of them can compute at a time.
-
-        Only if they were measured on one worker, one after the other: times measured side by side contain it already.
-        """
-        threads = plan.graph.threads
-        if threads is None or 2 * threads <= (os.cpu_count() or 1) or len(self.profiled.workers) > 1:
-            return {}
-        stations = ((worker.replica, station) for worker in plan.workers for station in worker.stations)
-        return {(station.stage, replica): "the CPU's cores" for replica, station in stations if station.device == "cpu"}
+    def _cores(self, plan: Plan) -> Exclusive:
+        host = self.profile.host
+        return shared_cores(plan, host.cores, host.stages) if host is not None else {}
 
 
 def _same_stages(graph: Graph, profile: Profile) -> None:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Literal
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from dflash_pipe.forecast import Forecast, Pace
 
-__all__ = ["duration", "rendered"]
+__all__ = ["duration", "figure", "rendered", "unit_of"]
+
+
+# unit, its seconds, and from how many seconds on the next one is taken
+_UNITS = (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 3600.0), ("h", 3600.0, 86400.0), ("days", 86400.0, inf))
 
 
 def duration(seconds: float) -> str:
     """Seconds as a person says them: 55.2 ms, 3.01 s, 10.2 days."""
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 120.0), ("s", 1.0)):
-        if seconds >= size:
-            return f"{seconds / (60.0 if unit == 'min' else size):.3g} {unit}"
-    return f"{seconds * 1000:.3g} ms"
+    unit, size = unit_of(seconds)
+    return f"{figure(seconds / size)} {unit}"
+
+
+def unit_of(seconds: float) -> tuple[str, float]:
+    """The unit in which a person says so many seconds, and its own seconds."""
+    rounded = float(f"{seconds:.3g}")
+    return next(((unit, size) for unit, size, end in _UNITS if rounded < end), ("days", 86400.0))
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """A number to so many digits, 0.0123 or 55.2, and never with an exponent for a large one: 1,234."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
 def rendered(forecast: Forecast) -> RenderableType:
@@ -45,7 +61,7 @@ def _head(forecast: Forecast) -> list[str]:
     lines.append(
         f"the profiled run: measured {measured}, its own forecast {own} ({forecast.own / forecast.measured:.1%})"
     )
-    return lines + [f"note: {remark}" for remark in pace.remarks]
+    return lines + [f"note: {remark}" for remark in (*forecast.doubts, *pace.remarks)]
 
 
 def _range(pace: Pace) -> str:
@@ -61,25 +77,23 @@ def _workers(pace: Pace) -> Table:
     return table
 
 
-def _changes(forecast: Forecast) -> Table:
-    """What was asked first, in that order; then the usual changes, the best first."""
+def _changes(forecast: Forecast) -> Group:
+    """What was asked first, in that order; then the usual changes, the best first. Below it, each note once."""
     table = Table(box=None, pad_edge=False)
-    for name in ("what if", "step", "speedup", "critical cycle"):
-        table.add_column(
-            name, justify="right" if name in ("step", "speedup") else "left", no_wrap=name != "critical cycle"
-        )
-    table.add_column("", overflow="fold")
+    for name in ("what if", "step", "speedup", "", "critical cycle"):
+        justify: Literal["left", "right"] = "right" if name in ("step", "speedup") else "left"
+        table.add_column(name, justify=justify, no_wrap=name not in ("", "critical cycle"))
     asked = forecast.outcomes[: forecast.asked]
     usual = sorted(forecast.outcomes[forecast.asked :], key=lambda outcome: -outcome.speedup)
-    now = str(forecast.pace.cycle)
+    notes: dict[str, int] = {}
     for outcome in (*asked, *usual):
-        remark = "" if outcome.change.same_result else "another result"
-        if outcome.pace is None:
-            table.add_row(outcome.change.name, "-", "-", "", outcome.refusal)
+        pace, remarks = outcome.pace, outcome.remarks or ((outcome.refusal,) if outcome.refusal else ())
+        numbers = "".join(f"[{notes.setdefault(remark, len(notes) + 1)}]" for remark in remarks)
+        words = "not forecast" if pace is None else "" if outcome.change.same_result else "another result"
+        said = Text(" ".join(filter(None, (words, numbers))))
+        if pace is None:
+            table.add_row(outcome.change.name, "-", "-", said, "")
             continue
-        remark = "; ".join(filter(None, (remark, *outcome.pace.remarks)))
-        speedup = f"{outcome.speedup:.2f}x"
-        cycle = str(outcome.pace.cycle)
-        shown = "the same" if cycle == now else cycle
-        table.add_row(outcome.change.name, duration(outcome.pace.step), speedup, shown, remark)
-    return table
+        cycle = "the same" if str(pace.cycle) == str(forecast.pace.cycle) else str(pace.cycle)
+        table.add_row(outcome.change.name, duration(pace.step), f"{outcome.speedup:.2f}x", said, Text(cycle))
+    return Group(table, *(Text(f"[{number}] {note}") for note, number in notes.items()))

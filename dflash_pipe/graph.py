@@ -206,13 +206,13 @@ def dataflow(graph: Graph) -> dict[str, Any]:
     return dict(json.loads(json.dumps(plain_values)))
 
 
-def difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
-    """The first key in which two dataflows differ, in words; None if they are equal."""
+def difference(there: dict[str, Any], here: dict[str, Any], places: tuple[str, str] = ("there", "here")) -> str | None:
+    """The first key in which two dataflows differ, in words; None if they are equal. places: what each is called."""
     for key in {**here, **there}:
         if key not in here or key not in there:
-            return f"{key} is only {'there' if key in there else 'here'}"
+            return f"{key} is only {places[key in here]}"
         if there[key] != here[key]:
-            return f"{key} is {json.dumps(there[key])} there, {json.dumps(here[key])} here"
+            return f"{key} is {json.dumps(there[key])} {places[0]}, {json.dumps(here[key])} {places[1]}"
     return None
 
 
@@ -262,8 +262,10 @@ def _stage(tree: Located, name: str, use: str, replicas: int) -> StageSpec:
     parameters, written = {}, under(tree, "stages", name, "with")
     for key, entry in written.items():
         if key not in sig.parameters:
-            known = nearest(key, sig.parameters)
-            raise BadInput(f"stages.{name}.with.{key}: {made.__name__} has no parameter {key!r}{known}", entry.where)
+            own, known = made.__name__, nearest(key, sig.parameters)
+            if entry.where.rpartition(":")[0] != where.rpartition(":")[0]:  # an overlay, perhaps for another graph
+                own = f"the graph's {name} is {use} ({where}), which"
+            raise BadInput(f"stages.{name}.with.{key}: {own} has no parameter {key!r}{known}", entry.where)
         parameters[key] = validate(sig.parameters[key][0], tree, ("stages", name, "with", key))
     absent = [k for k, (_, value) in sig.parameters.items() if value is dataclasses.MISSING and k not in parameters]
     if absent:

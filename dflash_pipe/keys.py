@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from dflash_pipe.errors import BadInput, nearest
-from dflash_pipe.located import Located, at, plain
+from dflash_pipe.located import SECTIONS, Located, at, plain, under
 
 __all__ = ["KEYS", "CapacityKeys", "ChannelKeys", "CreditsKeys", "GraphKeys", "StageKeys", "WorkerKeys", "validate"]
 
@@ -162,6 +162,8 @@ def _complaint(tree: Located, path: tuple[str, ...], error: ValidationError) -> 
     if kind == "extra_forbidden":
         above = "" if len(loc) == 1 else str(loc[-2]) if loc[-2] in KEYS else str(loc[0])
         return BadInput(f"{shown}unknown key {loc[-1]!r}{nearest(str(loc[-1]), KEYS.get(above, []))}", where)
+    if kind == "missing" and len(loc) == 3 and loc[0] in SECTIONS:
+        return BadInput(f"{shown}{_nothing_to_lay_over(tree, *map(str, loc))}", where)
     if kind == "missing":
         return BadInput(f"{shown}key {loc[-1]!r} is missing", where)
     if kind == "too_short":
@@ -176,6 +178,18 @@ def _complaint(tree: Located, path: tuple[str, ...], error: ValidationError) -> 
     for pydantic_says, yaml_says in _WORDS.items():
         said = said.replace(pydantic_says, yaml_says)
     return BadInput(f"{shown}{said[:1].lower()}{said[1:]}, got {_shown(given)}", where)
+
+
+def _nothing_to_lay_over(tree: Located, section: str, name: str, key: str) -> str:
+    """An entry without the key that makes it one: most likely it was meant for another graph, or another name."""
+    own = [
+        f"{outer}.{inner}" if inner else outer
+        for outer, entry in under(tree, section, name).items()
+        for inner in (entry.value if isinstance(entry.value, dict) else {}) or [""]
+    ]
+    sets = ", ".join(own[:4]) + (f" and {len(own) - 4} more" if own[4:] else "") or "nothing"
+    known = nearest(name, [other for other in under(tree, section) if key in under(tree, section, other)])
+    return f"it sets {sets}, but the graph has no {section[:-1]} {name!r}{known}; a new one needs {key!r}"
 
 
 def _shown(value: Any) -> str:

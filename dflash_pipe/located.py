@@ -79,9 +79,9 @@ def under(tree: Located, *path: str) -> dict[str, Located]:
     return tree.value if isinstance(tree.value, dict) else {}
 
 
-def dumps(value: Any) -> str:
-    """YAML text that reads back as the same value."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)
+def dumps(value: Any, *, flow: bool = False) -> str:
+    """YAML text that reads back as the same value. flow: what holds nothing nested is written on one line."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=None if flow else False, width=120)
 
 
 def at(tree: Located, path: Iterable[str | int]) -> tuple[str, str]:

@@ -11,16 +11,22 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from dflash_pipe.errors import BadInput
 
-__all__ = ["DeviceMemory", "Part", "Profile", "Recorder", "Samples", "load", "save"]
+__all__ = ["DeviceMemory", "Host", "Part", "Profile", "Recorder", "Samples", "load", "save"]
 
 Part = Literal["read", "process", "end_window"]
 _FORMAT = "dflash-pipe profile 1"
+_LONGEST = 1e9  # seconds, thirty years
+_WARM_UP = 2  # windows
+_ENOUGH = 5  # measured steps, for a forecast to rest on
+_QUIET = 0.05  # share of the machine's CPU time that other programs may use
+_DRIFT, _MANY = 0.1, 40  # by how much the halves of a run may differ, and how many samples it takes to tell
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,11 @@ class Samples:
         numbers = (self.total, *self.seconds, *(v for values in self.measures.values() for v in values))
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             return "a number is negative or not finite"
+        if max(self.total, *self.seconds) > _LONGEST:
+            return f"a time is {max(self.total, *self.seconds):.3g} s, longer than any run"
+        kept = math.fsum(self.seconds)
+        if self.count == len(self.seconds) and not math.isclose(self.total, kept, rel_tol=1e-6, abs_tol=1e-9):
+            return f"total is {self.total:.6g} s, but the samples add up to {kept:.6g} s"
         return ""
 
 
@@ -65,10 +76,21 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The CPU that a run had. cores: that it could use. stages: that computed there. others: share of all CPU time of
+    the machine that other programs used meanwhile, None if that is not known."""
+
+    cores: int
+    stages: tuple[str, ...]
+    others: float | None = None
+
+
+@dataclass(frozen=True)
 class Profile:
     """graph: YAML text of the graph that ran (`dflash_pipe.graph.dump`). window: its messages in a step. machine: where
     it ran, in words. warm_up: first windows that were left out. steps: seconds between the ends of windows; a sample's
-    index is the window. stages: stage -> part -> samples. memory: device -> what it held, where that is known."""
+    index is the window. stages: stage -> part -> samples. memory: device -> what it held, where that is known. host:
+    None if it is not known."""
 
     graph: str
     window: int
@@ -77,22 +99,64 @@ class Profile:
     steps: Samples
     stages: dict[str, dict[Part, Samples]]
     memory: dict[str, DeviceMemory] = field(default_factory=dict)
+    host: Host | None = None
     format: str = _FORMAT
+
+    def doubts(self) -> list[str]:
+        """What makes its times doubtful, a line each."""
+        found = []
+        if self.steps.count < _ENOUGH:
+            steps = f"{self.steps.count} measured step{'s' * (self.steps.count > 1)}"
+            steps += "" if self.warm_up else " of the warm-up"
+            found.append(
+                f"the profile rests on {steps}: {_ENOUGH} are needed (a run of {_WARM_UP + _ENOUGH} windows or more)"
+            )
+        if self.host is not None and (self.host.others or 0.0) > _QUIET:
+            found.append(f"the machine was not quiet: other programs used {self.host.others:.0%} of its CPU time")
+        if abs(drift := self._drift()) > _DRIFT:
+            longer = "longer" if drift > 0 else "shorter"
+            found.append(
+                f"service times were {abs(drift):.0%} {longer} in the second half of the run than in the first"
+            )
+        return found
+
+    def _drift(self) -> float:
+        """How much more time the same work took in the second half of the run, as a share."""
+        halves = [0.0, 0.0]
+        for samples in (s for parts in self.stages.values() for s in parts.values() if len(s.seconds) >= _MANY):
+            middle = len(samples.seconds) // 2
+            weight = samples.total / (fmean(samples.seconds) or 1.0)
+            for half, seconds in enumerate((samples.seconds[:middle], samples.seconds[middle:])):
+                halves[half] += weight * fmean(seconds)
+        return halves[1] / halves[0] - 1.0 if halves[0] else 0.0
+
+    def fault(self) -> str:
+        """What is inconsistent; empty if nothing is."""
+        if self.window < 1 or self.warm_up < 0:
+            return f"window is {self.window} and warm_up {self.warm_up}, expected at least 1 and 0"
+        if any(memory.peak < 0 or memory.total < 0 for memory in self.memory.values()):
+            return "memory: a number is negative"
+        if self.host is not None and not (self.host.cores >= 1 and 0.0 <= (self.host.others or 0.0) <= 1.0):
+            return "host: expected at least 1 core, and a share of others between 0 and 1"
+        parts = {f"stages.{s}.{p}": samples for s, parts in self.stages.items() for p, samples in parts.items()}
+        faults = {place: samples.fault() for place, samples in {"steps": self.steps, **parts}.items()}
+        return next((f"{place}: {fault}" for place, fault in faults.items() if fault), "")
 
 
 class Recorder:
     """Takes what the workers measure; may be called from all of them.
 
     window: messages in a step. start: the first window of the run (not 0 if it was resumed). warm_up: windows left out
-    from there (compilation, tuning). keep: samples kept of each part. A call costs about a microsecond.
+    from there (compilation, tuning), unless the run has no others. keep: samples kept of each part. A call costs about
+    a microsecond.
     """
 
-    def __init__(self, window: int, *, start: int = 0, warm_up: int = 2, keep: int = 512) -> None:
+    def __init__(self, window: int, *, start: int = 0, warm_up: int = _WARM_UP, keep: int = 512) -> None:
         self._window, self._warm_up, self._keep = window, warm_up, keep
-        self._from = start + warm_up
+        self._start, self._from = start, start + warm_up
         self._lock = threading.Lock()
-        self._parts: dict[tuple[str, Part], _Reservoir] = {}
-        self._steps = _Reservoir(keep)
+        self._parts: dict[bool, dict[tuple[str, Part], _Reservoir]] = {True: {}, False: {}}  # of the warm-up: True
+        self._steps = {True: _Reservoir(keep), False: _Reservoir(keep)}
         self._ended: float | None = None
 
     def record(
@@ -102,19 +166,18 @@ class Recorder:
 
         The measure `sent_bytes` is what the stage sends; it matters to channels that count bytes, not to the time.
         """
-        if index < self._from * self._window:
-            return
+        parts = self._parts[index < self._from * self._window]
         with self._lock:
-            reservoir = self._parts.get((stage, part))
+            reservoir = parts.get((stage, part))
             if reservoir is None:
-                reservoir = self._parts[stage, part] = _Reservoir(self._keep)
+                reservoir = parts[stage, part] = _Reservoir(self._keep)
             reservoir.add(index, seconds, measures)
 
     def window_done(self, window: int, at: float) -> None:
         """A window (from 0, in order) has ended at `at`, in seconds of any clock that only goes forward."""
         with self._lock:
-            if self._ended is not None and window >= self._from:
-                self._steps.add(window, at - self._ended, None)
+            if self._ended is not None:
+                self._steps[window < self._from].add(window, at - self._ended, None)
             self._ended = at
 
     @property
@@ -122,16 +185,23 @@ class Recorder:
         """The first window that counts."""
         return self._from
 
-    def profile(self, graph: str, machine: str, memory: Mapping[str, DeviceMemory] | None = None) -> Profile:
-        """What was measured so far. Raises BadInput if no step was measured after the warm-up."""
+    def profile(
+        self, graph: str, machine: str, memory: Mapping[str, DeviceMemory] | None = None, began: float | None = None
+    ) -> Profile:
+        """What was measured so far; if all of that is warm-up, then of the warm-up. began: when the first firing did,
+        without which the first window has no time. Raises BadInput if no step was measured."""
         with self._lock:
-            if not self._steps.count:
-                raise BadInput(f"no step to measure: the run needs more than {max(self._warm_up, 1)} windows (warm-up)")
+            early = not self._steps[False].count
+            steps = self._steps[early]
+            if not steps.count and began is not None and self._ended is not None:
+                steps.add(self._start, self._ended - began, None)
+            if not steps.count:
+                raise BadInput("no step to measure: no window was finished")
             stages: dict[str, dict[Part, Samples]] = {}
-            for (stage, part), reservoir in self._parts.items():
+            for (stage, part), reservoir in self._parts[early].items():
                 stages.setdefault(stage, {})[part] = reservoir.samples()
-            steps = self._steps.samples()
-            return Profile(graph, self._window, machine, self._warm_up, steps, stages, dict(memory or {}))
+            warm_up = 0 if early else self._warm_up
+            return Profile(graph, self._window, machine, warm_up, steps.samples(), stages, dict(memory or {}))
 
 
 class _Reservoir:
@@ -193,8 +263,6 @@ def load(path: Path) -> Profile:
         raise BadInput(f"no profile of a run: {place}{': ' if place else ''}{said}", str(path)) from None
     if profile.format != _FORMAT:
         raise BadInput(f"format: expected {_FORMAT!r}, got {profile.format!r}", str(path))
-    parts = {f"stages.{s}.{p}": samples for s, parts in profile.stages.items() for p, samples in parts.items()}
-    for place, samples in {"steps": profile.steps, **parts}.items():
-        if fault := samples.fault():
-            raise BadInput(f"{place}: {fault}", str(path))
+    if fault := profile.fault():
+        raise BadInput(fault, str(path))
     return profile

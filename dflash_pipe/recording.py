@@ -11,13 +11,15 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from dflash_pipe.channel import Channel
 from dflash_pipe.message import Stamp, payload_bytes
 from dflash_pipe.plan import Plan
-from dflash_pipe.profile import DeviceMemory, Part, Profile, Recorder
+from dflash_pipe.profile import DeviceMemory, Host, Part, Profile, Recorder
 from dflash_pipe.stats import Activity, DepthEntry, Newest, WaitEntry
 from dflash_pipe.trace import Depth, Span, Timeline, Wait
 from dflash_pipe.transport import Transport
@@ -27,6 +29,7 @@ __all__ = ["Mark", "Recording", "Tape"]
 KEEP = 20_000  # newest spans, waits and depths in a timeline
 # Firings are read many at a time, so that what lies between a stage's work and its hand-off stays short.
 _AT_A_TIME = 64
+_COARSE = 1.0  # seconds of all cores together: the system counts in hundredths
 _SpanEntry = tuple[str, str, int, int, float, float]
 # A moment on the host's clock; and where the transport marks it otherwise, on which device, and how.
 Mark = float | tuple[float, str, Any]
@@ -50,8 +53,9 @@ class Tape:
         return there if type(there) is float else (perf_counter(), device, there)
 
     def fired(self, stage: str, part: Part, stamp: Stamp, begin: Mark, held: Iterable[Any], sent: Any) -> None:
-        """A firing is over, as far as the host is concerned. held: payloads that say how large the work was. sent: what
-        was made."""
+        """A firing is over, as far as the host is concerned. held: payloads, and the stage, that say how large the work
+        was, which is told of `process` and `read` only. sent: what was made."""
+        held = held if part != "end_window" else ()
         end = self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
         self._pending.append((stage, part, stamp, begin, end, _measures(held, sent)))
         if len(self._pending) >= _AT_A_TIME:
@@ -95,10 +99,10 @@ class Tape:
 
 
 def _measures(held: Iterable[Any], sent: Any) -> Mapping[str, float]:
-    """What the payloads say of their size, and the bytes that are sent."""
+    """What payloads and stage say of the size of the work, and the bytes that are sent."""
     measures: dict[str, float] = {}
-    for payload in held:
-        if own := getattr(payload, "measures", None):
+    for each in held:
+        if own := getattr(each, "measures", None):
             measures |= own
     if sent is not None:
         measures["sent_bytes"] = payload_bytes(sent)
@@ -123,6 +127,7 @@ class Recording:
         self._left: dict[int, int] = {}
         self._ended: dict[int, float] = {}
         self._next = start
+        self._cpu = _cpu_seconds()
 
     def join(self, activities: Iterable[Activity], channels: Iterable[Channel]) -> None:
         """Let them record, too."""
@@ -150,6 +155,7 @@ class Recording:
 
     def profile(self, graph: str) -> Profile:
         """What was measured. graph: the text of the graph. Raises BadInput if no step was measured."""
+        host = self._host()
         self._read()
         devices: dict[str, list[str]] = {}
         for worker in self.plan.workers:
@@ -160,7 +166,18 @@ class Recording:
         for device, stages in devices.items():
             if (seen := self.transport.memory(device)) is not None:
                 memory[device] = DeviceMemory(*seen, tuple(dict.fromkeys(stages)))
-        return self.recorder.profile(graph, words, memory)
+        began = min((entry[4] for tape in self.tapes.values() for entry in tape.spans.entries), default=None)
+        return replace(self.recorder.profile(graph, words, memory, began), host=host)
+
+    def _host(self) -> Host:
+        stations = [station for worker in self.plan.workers for station in worker.stations]
+        stages = tuple(dict.fromkeys(station.stage for station in stations if station.device == "cpu"))
+        others = None
+        if self._cpu is not None and (now := _cpu_seconds()) is not None:
+            every, busy, own = (after - before for before, after in zip(self._cpu, now, strict=True))
+            others = min(1.0, max(0.0, (busy - own) / every)) if every > _COARSE else None
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Host(usable, stages, others)
 
     def timeline(self) -> Timeline:
         """The newest of everything."""
@@ -197,6 +214,18 @@ class Recording:
             warm_up=self.recorder.first,
             left_out={kind: count - KEEP for kind, count in seen.items() if count > KEEP},
         )
+
+
+def _cpu_seconds() -> tuple[float, float, float] | None:
+    """Seconds of all cores since the machine started: all of them, those that any program used, and, since it started,
+    those that this process used. None where the system does not tell (proc(5), /proc/stat)."""
+    try:
+        counted = Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
+    except OSError:
+        return None
+    ticks = [float(count) / os.sysconf("SC_CLK_TCK") for count in counted]
+    own = os.times()
+    return sum(ticks), sum(ticks) - ticks[3] - ticks[4], own.user + own.system
 
 
 def _firings_that_end_a_window(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Service times for a simulation, from a profile: as constants, drawn again from the samples, or fitted to other sizes.
+"""Service times for a simulation, from a profile: as constants, or drawn again from the samples.
 
 Draws are keyed by seed and message, not by stage: a message that was long is long for every stage, and two plans that
 are compared see the same messages.
@@ -7,8 +7,8 @@ are compared see the same messages.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,62 +16,35 @@ from numpy.typing import NDArray
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import Part, Profile, Samples
 from dflash_pipe.simulate import Times
+from dflash_pipe.simulated_wiring import shared_cores
+from dflash_pipe.sizes import SENT
 
-__all__ = ["Fit", "constant_times", "drawn_times", "fit", "resized", "sped_up", "varies"]
+__all__ = ["constant_times", "drawn_times", "sped_up", "uncontended", "varies"]
 
-_SENT = "sent_bytes"
 # A part whose times spread less than this share of their mean is constant for the forecast.
 _STEADY = 0.01
 
 
-# --- fitting to measures ----------------------------------------------------------------------------------------------
+def uncontended(profile: Profile, plan: Plan) -> Profile:
+    """The profile without what its CPU stages waited for cores. plan: that was profiled.
 
-
-@dataclass(frozen=True)
-class Fit:
-    """seconds = at_zero + sum of slope x measure. No slope is negative: more work never takes less time."""
-
-    at_zero: float
-    slopes: dict[str, float]
-
-
-def fit(samples: Samples) -> Fit:
-    """Least squares over the measures that vary; what lowers the time is left out and the rest fitted again."""
-    seconds = np.array(samples.seconds)
-    names = [name for name, values in samples.measures.items() if name != _SENT and np.ptp(values) > 0]
-    while names:
-        columns = np.array([samples.measures[name] for name in names]).T
-        scale = columns.max(axis=0)
-        table = np.column_stack([np.ones(len(seconds)), columns / scale])
-        solved = np.linalg.lstsq(table, seconds, rcond=1e-9)[0]
-        slopes = dict(zip(names, (solved[1:] / scale).tolist(), strict=True))
-        worst = min(names, key=lambda name: slopes[name] * samples.measures[name][0])
-        if slopes[worst] >= 0:
-            return Fit(float(solved[0]), slopes)
-        names.remove(worst)
-    return Fit(float(seconds.mean()), {})
-
-
-def resized(samples: Samples, factors: Mapping[str, float]) -> tuple[Samples, str]:
-    """The samples as if each measure had been `factor` times as much; and a remark if that was never measured.
-
-    Every sample keeps its own deviation from the fit. Raises ValueError if a measure never varied: no slope is known.
+    Where more of them were busy at a time than the cores have room for, each got its share only.
     """
-    factors = {name: factor for name, factor in factors.items() if name in samples.measures and factor != 1.0}
-    slopes = fit(samples).slopes
-    seconds, outside = np.array(samples.seconds), []
-    for name, factor in factors.items():
-        values = np.array(samples.measures[name])
-        if np.ptp(values) == 0 and name != _SENT:
-            raise ValueError(f"{name} was always {values[0]:g} in the profile, so its effect is not known")
-        seconds += slopes.get(name, 0.0) * values * (factor - 1.0)
-        if values.min() * factor < values.min() or values.max() * factor > values.max():
-            outside.append(f"{name} {values.min():g} to {values.max():g} was measured")
-    times = np.maximum(seconds, 0.0)
-    total = samples.total * float(times.sum()) / (sum(samples.seconds) or 1.0)
-    measures = {n: tuple(v * factors.get(n, 1.0) for v in values) for n, values in samples.measures.items()}
-    changed = replace(samples, seconds=tuple(times.tolist()), total=total, measures=measures)
-    return changed, f"extrapolated ({', '.join(outside)})" if outside else ""
+    host = profile.host
+    shared = shared_cores(plan, host.cores, host.stages) if host is not None else {}
+    if not shared:
+        return profile
+    room = next(iter(shared.values())).room
+    rates = {station.stage: station.rate for worker in plan.workers for station in worker.stations}
+    stages = {stage for stage, _ in shared if stage in profile.stages}
+    busy = 0.0  # how many of them, on average
+    for stage in stages:
+        for part, samples in profile.stages[stage].items():
+            once = part == "end_window" or rates[stage] == "window"
+            busy += samples.mean * (1 if once else profile.window) / profile.steps.mean
+    for stage in stages if busy > room else ():
+        profile = sped_up(profile, stage, room / busy)
+    return profile
 
 
 def sped_up(profile: Profile, stage: str, factor: float) -> Profile:
@@ -98,8 +71,8 @@ def constant_times(profile: Profile) -> Times:
     seconds: dict[tuple[str, str], Sequence[float]] = {
         (stage, part): (s.mean,) for stage, parts in profile.stages.items() for part, s in parts.items()
     }
-    sent = {stage: samples for stage, samples in _messages(profile) if _SENT in samples.measures}
-    return Times(seconds, {stage: (round(float(np.mean(s.measures[_SENT]))),) for stage, s in sent.items()})
+    sent = {stage: samples for stage, samples in _messages(profile) if SENT in samples.measures}
+    return Times(seconds, {stage: (round(float(np.mean(s.measures[SENT]))),) for stage, s in sent.items()})
 
 
 def drawn_times(profile: Profile, plan: Plan, *, windows: int, seed: int) -> Times:
@@ -121,8 +94,8 @@ def drawn_times(profile: Profile, plan: Plan, *, windows: int, seed: int) -> Tim
             # What was measured and not kept counts in the mean.
             kept *= samples.mean / kept.mean() if kept.mean() else 1.0
             seconds[stage, part] = kept[chosen].tolist()
-            if _SENT in samples.measures and part != "end_window":
-                nbytes[stage] = np.array(samples.measures[_SENT])[chosen].astype(int).tolist()
+            if SENT in samples.measures and part != "end_window":
+                nbytes[stage] = np.array(samples.measures[SENT])[chosen].astype(int).tolist()
     return Times(seconds, nbytes)
 
 

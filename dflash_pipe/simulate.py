@@ -76,7 +76,7 @@ class Simulated:
 def simulate(plan: Plan, times: Times, *, windows: int, skip: int, exclusive: Exclusive | None = None) -> Simulated:
     """Simulate until `windows` windows are done; the first `skip` (at least 1) do not count.
 
-    exclusive: (stage, replica) -> name of what it needs for itself while it computes (`shared_devices`).
+    exclusive: (stage, replica) -> what it computes on and shares with others (`shared_devices`, `shared_cores`).
     Raises Stalled if the plan comes to a stand.
     """
     return _Simulation(plan, times, exclusive or {}).run(windows, skip)

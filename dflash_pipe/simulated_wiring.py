@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dflash_pipe.clock import Channel, Clock, Place
 from dflash_pipe.plan import Plan, RoutePlan, StationPlan, WorkerPlan
@@ -20,23 +21,43 @@ from dflash_pipe.simulated_route import (
     TurnGate,
 )
 
-__all__ = ["Exclusive", "Station", "Wiring", "ends_in_window", "shared_devices"]
-
-Exclusive = Mapping[tuple[str, int], str]
+__all__ = ["Exclusive", "Resource", "Station", "Wiring", "ends_in_window", "shared_cores", "shared_devices"]
 
 
-def shared_devices(plan: Plan) -> dict[tuple[str, int], str]:
+class Resource(NamedTuple):
+    """What stages compute on, `room` of them at a time."""
+
+    name: str
+    room: int = 1
+
+
+Exclusive = Mapping[tuple[str, int], Resource]
+
+
+def shared_devices(plan: Plan) -> dict[tuple[str, int], Resource]:
     """(stage, replica) -> device, for devices that stages of several workers compute on. The CPU is not one device."""
     users: dict[str, set[str]] = {}
     for worker in plan.workers:
         for station in worker.stations:
             users.setdefault(station.device, set()).add(worker.name)
     return {
-        (station.stage, worker.replica): f"device {station.device}"
+        (station.stage, worker.replica): Resource(f"device {station.device}")
         for worker in plan.workers
         for station in worker.stations
         if station.device != "cpu" and len(users[station.device]) > 1
     }
+
+
+def shared_cores(plan: Plan, cores: int, stages: Collection[str]) -> dict[tuple[str, int], Resource]:
+    """(stage, replica) -> the CPU, for those of `stages` that compute there, if they sit on more workers than can
+    compute at a time; each takes so many cores as the graph has `threads`. Nothing where that is not known."""
+    if plan.graph.threads is None:
+        return {}
+    room = max(1, cores // plan.graph.threads)
+    mine = [(w, s) for w in plan.workers for s in w.stations if s.stage in stages and s.device == "cpu"]
+    if len({worker.name for worker, _ in mine}) <= room:
+        return {}
+    return {(station.stage, worker.replica): Resource("the CPU's cores", room) for worker, station in mine}
 
 
 def ends_in_window(plan: Plan) -> int:
@@ -71,7 +92,7 @@ class Wiring:
         self.plan, self.graph, self.clock = plan, plan.graph, clock
         self.credits = self._credit_gates()
         self._turns = {w.spec.turn: TurnGate(clock, w.spec.turn) for w in plan.workers if w.spec.turn}
-        self._places = {name: Place(clock, name) for name in exclusive.values()}
+        self._places = {resource: Place(clock, *resource) for resource in exclusive.values()}
         self.stations = {
             (station.stage, worker.replica): self._station(worker, station, exclusive)
             for worker in plan.workers

@@ -6,10 +6,12 @@ stays on the CPU; whoever works once a window (the optimizer) shares the first G
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,7 +22,7 @@ from dflash_pipe.errors import BadInput
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration
 from dflash_pipe.graph import Graph, WorkerSpec
-from dflash_pipe.located import dumps
+from dflash_pipe.located import dumps, plain, read
 from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
 
@@ -69,14 +71,38 @@ def ranked(graph: Graph, profile: Profile, gpus: int, options: Options) -> list[
     return sorted(splits, key=lambda s: s.forecast.pace.step if s.forecast else float("inf"))
 
 
-def written(split: Split) -> str:
-    """The split as the YAML text of a whole graph."""
-    resolved = deepcopy(split.graph.resolved)
-    for worker in split.graph.workers.values():
-        keys = resolved["workers"][worker.name]
-        names = {stage: list(devices) for stage, devices in worker.device.items()}
-        keys |= {"replicas": worker.replicas, "take": worker.take, "device": names}
-    return dumps(resolved)
+def written(split: Split, files: Sequence[str], beside: Path) -> str:
+    """The split as the YAML text of a file in the folder `beside`: it extends `files`, of which the graph was made, and
+    says what differs from them."""
+    graph, tree = split.graph, deepcopy(split.graph.resolved)
+    for worker in graph.workers.values():
+        keys = tree["workers"][worker.name]
+        names = [_named(devices) for devices in worker.device.values()]
+        alike = all(name == names[0] for name in names)
+        for key, value, default in (("replicas", worker.replicas, 1), ("take", worker.take, "first_free")):
+            if value != keys.get(key, default):
+                keys[key] = value
+        keys["device"] = names[0] if alike else dict(zip(worker.device, names, strict=True))
+    defaults = {"name": Path(files[0]).stem, "seed": 0, "window": 1, "threads": None}
+    shown = [os.path.relpath(file, beside) if Path(file).exists() else file for file in files]
+    said = {"extends": shown if len(shown) > 1 else shown[0], **_beyond(defaults | plain(read(files)[0]), tree)}
+    return f"# GPUs shared out as the forecast found best: {split}.\n{dumps(said, flow=True)}"
+
+
+def _named(devices: Sequence[str]) -> str | list[str]:
+    """Device names that any machine knows, one where all replicas have the same."""
+    names = [name.replace("cuda:", "auto:") for name in devices]
+    return names[0] if len(set(names)) == 1 else names
+
+
+def _beyond(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What an overlay has to say to make `after` of `before`."""
+    said: dict[str, Any] = {key: None for key in before if key not in after}
+    for key, value in after.items():
+        if key not in before or before[key] != value:
+            inside = isinstance(value, dict) and isinstance(before.get(key), dict)
+            said[key] = _beyond(before[key], value) if inside else value
+    return said
 
 
 # --- laying out -------------------------------------------------------------------------------------------------------
@@ -214,6 +240,10 @@ def splits_table(splits: Sequence[Split]) -> RenderableType:
     parts: list[RenderableType] = [table]
     if any(split.forecast and split.memory is None for split in splits):
         parts.append(Text("the profile has no memory estimate, so whether these fit in memory is not known"))
+    if doubts := [
+        doubt for split in splits if split.forecast for doubt in (*split.forecast.doubts, *split.forecast.pace.remarks)
+    ]:
+        parts += [Text(f"note: {doubt}") for doubt in dict.fromkeys(doubts)]
     if etas := [split.forecast.eta for split in splits if split.forecast and split.forecast.eta]:
         parts.append(Text(f"all rows in {duration(etas[0])} with the first"))
     return Group(*parts)

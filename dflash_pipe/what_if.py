@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from dflash_pipe.check import check
+from dflash_pipe.check import check, rate
 from dflash_pipe.errors import BadInput
-from dflash_pipe.graph import Capacity, ChannelSpec, Credits, Graph, WorkerSpec, dump, load
+from dflash_pipe.graph import Capacity, ChannelSpec, Credits, Graph, WorkerSpec, dataflow, dump, load
 from dflash_pipe.located import read as read_files
 from dflash_pipe.located import under
 from dflash_pipe.plan import plan
 
-__all__ = ["Change", "asked", "graph_of", "is_whole", "resizing", "usual"]
+__all__ = ["Change", "asked", "graph_of", "is_whole", "usual"]
+
+_DATA_PARALLEL = "data_parallel="
 
 
 @dataclass(frozen=True)
@@ -45,32 +47,39 @@ def graph_of(yaml_text: str, where: str) -> Graph:
 def asked(graph: Graph, text: str) -> Change:
     """`key=value` overrides and overlay files, separated by spaces, as one change of `graph`.
 
-    A file that `extends:` another, or defines stages, is a graph by itself and takes the place of `graph`; any other
-    file is laid over it.
+    A file that is a graph by itself (`is_whole`) takes the place of `graph`; any other file is laid over it.
+    `data_parallel=N` means N replicas of every worker that sums gradients over a window.
     Raises BadInput.
     """
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f"{str(error).lower()} (expected key=value or a file)", f"--what-if {text!r}") from None
     if not words:
         raise BadInput("--what-if is empty (expected key=value or a file)", "command line")
     files = [word for word in words if "=" not in word or Path(word).exists()]
-    overrides = [word for word in words if word not in files]
+    parallel = [word for word in words if word not in files and word.startswith(_DATA_PARALLEL)]
+    overrides = [word for word in words if word not in files and word not in parallel]
     try:
         changed = load(files, overrides) if any(map(is_whole, files)) else _load([dump(graph)], files, overrides)
-        check(changed)
-        plan(changed)
+        for word in parallel:
+            changed = _data_parallel(changed, word.removeprefix(_DATA_PARALLEL))
+        _check(changed, changed.workers if parallel else ())
         if other := sorted(changed.stages.keys() ^ graph.stages.keys()):
             raise BadInput(f"it is of another dataflow (stage {other[0]!r} is only in one of the two)")
-    except BadInput as error:
-        known = Path(error.where.rpartition(":")[0]).is_file()  # not the graph's own text, which lay in no file
-        raise BadInput(error.message, error.where if known else f"--what-if {text!r}") from error
-    differs = (graph.seed, graph.window) != (changed.seed, changed.window)
-    return Change(text, text, changed, same_result=not differs and _computes_alike(graph, changed))
+    except (BadInput, ValueError) as error:
+        said = error if isinstance(error, BadInput) else BadInput(str(error))
+        known = Path(said.where.rpartition(":")[0]).is_file()  # not the graph's own text, which lay in no file
+        raise BadInput(said.message, said.where if known else f"--what-if {text!r}") from error
+    return Change(text, text, changed, same_result=_computes_alike(graph, changed))
 
 
 def is_whole(file: str) -> bool:
-    """Whether a file is a graph by itself: it extends one, or says what its stages use."""
-    tree, names = read_files([file])
-    return len(names) > 1 or any(under(tree, "stages", stage).get("use") for stage in under(tree, "stages"))
+    """Whether a file, with what it extends, is a graph by itself: it says what stages use and which workers own them.
+    An overlay may extend another overlay, and may put another stage in the place of one."""
+    tree, _ = read_files([file])
+    used = any("use" in under(tree, "stages", stage) for stage in under(tree, "stages"))
+    return used and any("stages" in under(tree, "workers", worker) for worker in under(tree, "workers"))
 
 
 def _load(texts: list[str], files: list[str], overrides: list[str]) -> Graph:
@@ -84,48 +93,46 @@ def _load(texts: list[str], files: list[str], overrides: list[str]) -> Graph:
 
 
 def _computes_alike(one: Graph, other: Graph) -> bool:
-    """Whether both compute the same, as far as the channels say (parameters are told separately)."""
-    tokens = [{name: c.initial for name, c in graph.channels.items()} for graph in (one, other)]
+    """Whether both are certain to compute the same."""
     orders = [any(w.order == "completion" for w in graph.workers.values()) for graph in (one, other)]
-    return tokens[0] == tokens[1] and orders[0] == orders[1]
+    return dataflow(one) == dataflow(other) and orders[0] == orders[1]
 
 
-def resizing(before: Graph, after: Graph) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """What changed parameters do to the size of messages (stage -> measure -> factor), and changes that tell nothing.
+def _data_parallel(graph: Graph, written: str) -> Graph:
+    """The graph with so many of every worker that sums gradients: one that works on every message and sends once a
+    window. Each takes its turn at the messages, on devices of its own."""
+    if not (written.isdecimal() and int(written)):
+        raise BadInput(f"{_DATA_PARALLEL}{written}: expected a number of at least 1")
+    if not _summing(graph):
+        raise BadInput(f"{_DATA_PARALLEL}{written}: no worker of this graph sums gradients over a window")
+    replicas, workers = int(written), dict(graph.workers)
+    for worker in _summing(graph):
+        devices = {stage: _more(names[:replicas], replicas) for stage, names in worker.device.items()}
+        take = _TAKES[replicas > 1]
+        workers[worker.name] = replace(worker, replicas=replicas, take=take, device=devices)
+    return replace(graph, workers=workers)
 
-    A stage's `max_X` or `num_X` is taken to scale its measure X; the source's scales whole messages, every measure of
-    every stage ("*").
-    """
-    factors: dict[str, dict[str, float]] = {}
-    unknown: list[str] = []
-    for name, stage in after.stages.items():
-        old = before.stages.get(name)
-        if old is None:
-            continue
-        for key, (_, default) in stage.signature.parameters.items():
-            was, now = old.parameters.get(key, default), stage.parameters.get(key, default)
-            if was == now:
-                continue
-            numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in (was, now))
-            prefix, _, measure = key.partition("_")
-            if numbers and prefix in ("max", "num") and measure:
-                measure = "*" if stage.signature.source else measure
-                factors.setdefault(name, {})[measure] = now / was
-            else:
-                unknown.append(f"{name}.{key} was {was!r} in the profile, is {now!r}")
-    return factors, unknown
+
+def _summing(graph: Graph) -> list[WorkerSpec]:
+    def sums(stage: str) -> bool:
+        return graph.stages[stage].signature.window_output is not None and rate(graph, stage) == "message"
+
+    return [worker for worker in graph.workers.values() if any(map(sums, worker.stages))]
 
 
 # --- the usual ones ---------------------------------------------------------------------------------------------------
 
 
-def usual(graph: Graph) -> Iterator[Change]:
-    """Everything worth asking of any graph; what its laws refuse is left out."""
+def usual(graph: Graph, sizes: Iterable[tuple[str, str, int]] = ()) -> Iterator[Change]:
+    """Everything worth asking of any graph; what its laws refuse is left out. sizes: keys (stage, key, what it is) to
+    ask half and twice as much of."""
     for stage in graph.stages:
         yield Change(f"{stage} 10 % faster", f"10 % off {stage}", graph, times={stage: 0.9})
     for worker in graph.workers.values():
         yield from _one_more_replica(graph, worker)
     placed = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}
+    if any(worker.replicas > 1 for worker in _summing(graph)):
+        yield Change(f"{_DATA_PARALLEL}1", "no data parallelism", _data_parallel(graph, "1"))
     for channel in graph.channels.values():
         if any(placed[to.stage] != placed[channel.sender] for to in channel.receivers) and channel.per == "message":
             room = Capacity(2 * channel.capacity.items, channel.capacity.bytes and 2 * channel.capacity.bytes)
@@ -149,6 +156,12 @@ def usual(graph: Graph) -> Iterator[Change]:
         yield Change("credits: windows: 1", "one window in flight", replace(graph, credits=Credits(windows=1)))
     else:
         yield Change("no credits", "no limit of credits", replace(graph, credits=Credits()))
+    for stage, key, value in sizes:
+        for other in (value // 2, 2 * value):
+            try:
+                yield asked(graph, f"{stage}.{key}={other}")
+            except BadInput:  # against the stage's own laws
+                continue
 
 
 _TAKES: tuple[Literal["first_free"], Literal["round_robin"]] = ("first_free", "round_robin")
@@ -177,13 +190,19 @@ def _more(devices: tuple[str, ...], replicas: int) -> tuple[str, ...]:
 def _allowed(graph: Graph, worker: str) -> bool:
     """Whether the laws allow the graph, and the worker's stages their replicas."""
     try:
-        check(graph)
-        plan(graph)
-        for stage in graph.workers[worker].stages:
-            graph.stages[stage].build().check(graph.workers[worker].replicas)
+        _check(graph, [worker])
     except (BadInput, ValueError):
         return False
     return True
+
+
+def _check(graph: Graph, workers: Iterable[str]) -> None:
+    """Raise BadInput or ValueError where the laws do not allow the graph, or these workers' stages their replicas."""
+    check(graph)
+    plan(graph)
+    for worker in workers:
+        for stage in graph.workers[worker].stages:
+            graph.stages[stage].build().check(graph.workers[worker].replicas)
 
 
 def _with_channel(graph: Graph, channel: ChannelSpec) -> Graph:

@@ -306,7 +306,7 @@ class Worker:
             result = getattr(station.stage, part)(**arguments)
             result = await result if inspect.isawaitable(result) else result
             if self.tape is not None and begin is not None:
-                self.tape.fired(station.plan.stage, part, stamp, begin, arguments.values(), result)
+                self.tape.fired(station.plan.stage, part, stamp, begin, (*arguments.values(), station.stage), result)
             (self._transport.finish if station.awaited else self._transport.follow)(station.plan.device)
             return result
         except EndOfChannel:

@@ -9,6 +9,7 @@ times `scale`: seconds as measured somewhere, and a scale that makes a run of th
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 from dflash_pipe import Context, Source, Stage, Stamp
 
 __all__ = ["Digest", "Number", "Numbers", "Partials", "Wait", "WaitOptimizer", "WaitStep", "Weights"]
+
+_LONGEST = 86_400  # seconds, a day: what a run waits for in one go
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,27 @@ def _hash(*parts: object) -> str:
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
 
 
-class Numbers(Source[Number]):
+class _Timed:
+    """A stage that waits."""
+
+    seconds: float
+    scale: float
+
+    def check(self, replicas: int) -> None:
+        """Raise ValueError for times that nobody can wait for, and for sizes below zero."""
+        if not 0 <= self.seconds <= _LONGEST:
+            raise ValueError(f"seconds is {self.seconds}, expected 0 to {_LONGEST}")
+        if not 0 <= self.seconds * self.scale <= _LONGEST or not 0 <= self.scale < math.inf:
+            raise ValueError(f"scale is {self.scale}, expected 0 or more, and at most {_LONGEST} when times seconds")
+        for name in ("count", "nbytes"):
+            if (size := getattr(self, name, 0)) < 0:
+                raise ValueError(f"{name} is {size}, expected 0 or more")
+
+    def wait(self) -> None:
+        time.sleep(self.seconds * self.scale)
+
+
+class Numbers(_Timed, Source[Number]):
     """Count from 0. count: how many. seconds: time for each. scale: of the seconds. nbytes: what each claims
     to hold."""
 
@@ -65,11 +88,11 @@ class Numbers(Source[Number]):
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Number | None]]:
         for index in range(cursor or 0, self.count):
-            time.sleep(self.seconds * self.scale)
+            self.wait()
             yield index + 1, Number(index, self.nbytes)
 
 
-class Wait(Stage):
+class Wait(_Timed, Stage):
     """The target: hash a number. seconds: time for each message. scale: of the seconds. nbytes: what a result
     claims to hold."""
 
@@ -78,11 +101,11 @@ class Wait(Stage):
     nbytes: int = 32
 
     def process(self, number: Number) -> Digest:
-        time.sleep(self.seconds * self.scale)
+        self.wait()
         return Digest(_hash("target", number.index), self.nbytes)
 
 
-class WaitStep(Stage):
+class WaitStep(_Timed, Stage):
     """The drafter: chain each result with the weights into `partials` chains, message i into chain i mod partials.
 
     seconds: time for each message. scale: of the seconds. partials: chains; with r replicas a multiple of r, so that
@@ -94,6 +117,7 @@ class WaitStep(Stage):
     partials: int = 1
 
     def check(self, replicas: int) -> None:
+        super().check(replicas)
         if self.partials < 1 or self.partials % replicas:
             raise ValueError(f"partials: {self.partials} is not a multiple of the {replicas} replicas")
 
@@ -101,7 +125,7 @@ class WaitStep(Stage):
         self._chains: dict[int, str] = {}
 
     def process(self, features: Digest, params: Weights, stamp: Stamp) -> None:
-        time.sleep(self.seconds * self.scale)
+        self.wait()
         number = stamp.slot % self.partials
         before = self._chains.get(number, "")
         self._chains[number] = _hash(before, features.digest, params.step, params.digest)
@@ -111,7 +135,7 @@ class WaitStep(Stage):
         return Partials(done)
 
 
-class WaitOptimizer(Stage):
+class WaitOptimizer(_Timed, Stage):
     """The optimizer: chain a window's partials, in their order, onto the digest. seconds: time for each step. scale: of
     the seconds."""
 
@@ -126,7 +150,7 @@ class WaitOptimizer(Stage):
         return self._weights
 
     def process(self, grads: tuple[Partials, ...]) -> Weights:
-        time.sleep(self.seconds * self.scale)
+        self.wait()
         chains = {number: digest for share in grads for number, digest in share.digests.items()}
         ordered = [chains[number] for number in sorted(chains)]
         self._weights = Weights(self._weights.step + 1, _hash(self._weights.digest, *ordered))

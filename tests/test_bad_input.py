@@ -123,8 +123,16 @@ CASES = {
         "my.yaml:3: workers.a.b: a name begins with a letter and has letters, digits, '_' and '-'",
         over("workers:\n  a.b: {stages: [data]}\n"),
     ),
-    "no use": Case("my.yaml:3: stages.extra: key 'use' is missing", over("stages:\n  extra: {with: {seconds: 1}}\n")),
-    "no from": Case("my.yaml:3: channels.extra: key 'from' is missing", over("channels:\n  extra: {to: target}\n")),
+    "no use": Case(
+        "my.yaml:3: stages.extra: it sets with, but the graph has no stage 'extra' (known: data, drafter, optimizer, "
+        "target); a new one needs 'use'",
+        over("stages:\n  extra: {with: {}}\n"),
+    ),
+    "no from": Case(
+        "my.yaml:3: channels.extra: it sets to, but the graph has no channel 'extra' (known: batches, features, grads, "
+        "params); a new one needs 'from'",
+        over("channels:\n  extra: {to: target}\n"),
+    ),
     "window is text": Case("my.yaml:2: window: should be a valid integer, got 'many'", over("window: many\n")),
     "window is zero": Case("my.yaml:2: window: should be at least 1, got 0", over("window: 0\n")),
     "capacity is zero": Case(
@@ -207,8 +215,24 @@ CASES = {
     ),
     # --- with
     "unknown parameter": Case(
-        "my.yaml:4: stages.drafter.with.partial: WaitStep has no parameter 'partial' (did you mean 'partials'?)",
+        "good.yaml:4: stages.target.with.second: Wait has no parameter 'second' (did you mean 'seconds'?)",
+        files={"good.yaml": GOOD.replace("seconds: 0.0", "second: 0.0")},
+        given=("good.yaml",),
+    ),
+    "unknown parameter in an overlay": Case(
+        "my.yaml:4: stages.drafter.with.partial: the graph's drafter is stages.toy:WaitStep (good.yaml:6), which has "
+        "no parameter 'partial' (did you mean 'partials'?)",
         over("stages:\n  drafter:\n    with: {partial: 3}\n"),
+    ),
+    "overlay of a stage that the graph has not": Case(
+        "my.yaml:3: stages.draftr: it sets with.partials, but the graph has no stage 'draftr' (did you mean 'drafter'?)"
+        "; a new one needs 'use'",
+        over("stages:\n  draftr: {with: {partials: 2}}\n"),
+    ),
+    "overlay of a worker that the graph has not": Case(
+        "my.yaml:3: workers.mian: it sets replicas, take, device.target, device.data and 1 more, but the graph has no "
+        "worker 'mian' (did you mean 'main'?); a new one needs 'stages'",
+        over("workers:\n  mian: {replicas: 2, take: round_robin, device: {target: cpu, data: cpu}, order: input}\n"),
     ),
     "missing parameter": Case(
         "good.yaml:3: stages.data.with: Numbers needs 'count' (in a file, or data.count=... on the command line)",
@@ -225,6 +249,14 @@ CASES = {
     "refused by the stage": Case(
         "my.yaml:3: stages.drafter: partials: 0 is not a multiple of the 1 replicas",
         over("stages:\n  drafter: {with: {partials: 0}}\n"),
+    ),
+    "a time that nobody can wait for": Case(
+        "my.yaml:3: stages.target: seconds is -1.0, expected 0 to 86400",
+        over("stages:\n  target: {with: {seconds: -1}}\n"),
+    ),
+    "a factor on a time": Case(
+        "my.yaml:3: stages.target: scale is 1e+308, expected 0 or more, and at most 86400 when times seconds",
+        over("stages:\n  target: {with: {scale: 1.0e+308, seconds: 1}}\n"),
     ),
     # --- overrides
     "override of nothing": Case(

@@ -15,8 +15,9 @@ from dflash_pipe.forecast import Options, predict
 from dflash_pipe.forecast_table import duration, rendered
 from dflash_pipe.graph import dump, load
 from dflash_pipe.plan import plan as lay_out
-from dflash_pipe.profile import Recorder
+from dflash_pipe.profile import Host, Recorder
 from dflash_pipe.runtime import Run
+from dflash_pipe.service import sped_up
 
 RUNGS = {"v1": 8.88, "v2": 3.0, "v3": 3.0, "v3_without_barrier": 2.2, "v4": 1.9, "v4_fitted": 2.15, "v5": 1.1}
 BARRIER = "grads → optim → credit (windows) → loader"
@@ -112,10 +113,13 @@ def toy(topology="sequential"):
 SEQUENTIAL = 4 * (0.011 + 0.006) + 0.002
 
 
+TOPOLOGIES = ("sequential", "overlapped", "parallel_target")
+
+
 def test_a_sequential_profile_forecasts_every_topology():
     """Overlapped: the target alone. Three targets: the drafter and the optimizer, one after the other."""
     profile = profile_of(toy(), SEQUENTIAL)
-    steps = {t: predict(toy(t), profile).pace for t in ("sequential", "overlapped", "parallel_target")}
+    steps = {t: predict(toy(t), profile).pace for t in TOPOLOGIES}
     assert steps["sequential"].step == pytest.approx(SEQUENTIAL) and steps["sequential"].exact
     assert steps["overlapped"].step == pytest.approx(4 * 0.011) and steps["overlapped"].exact
     assert steps["parallel_target"].step == pytest.approx(4 * 0.006 + 0.002, rel=1e-3)
@@ -169,6 +173,44 @@ def test_stages_that_are_told_to_share_something_exclude_each_other():
         predict(toy(), profile_of(toy(), SEQUENTIAL), options=Options(together={"targt": "x"}))
 
 
+def on_cores(profile, cores):
+    return replace(profile, host=Host(cores, ("data", "target", "drafter", "optimizer")))
+
+
+def test_cpu_stages_get_no_more_cores_than_there_are():
+    """Each takes one core. A sequential run has one worker; three targets and the others do not fit on two cores."""
+    sequential, overlapped, parallel = (graph_of(f"graphs/toy/{t}.yaml", threads=1) for t in TOPOLOGIES)
+    profile = profile_of(sequential, SEQUENTIAL)
+    steps = {
+        cores: [
+            predict(g, on_cores(profile, cores), options=Options(changes=False)).pace.step
+            for g in (overlapped, parallel)
+        ]
+        for cores in (1, 2, 8)
+    }
+    assert steps[8] == pytest.approx([0.044, 0.026], rel=1e-3)
+    assert steps[2][1] == pytest.approx(SEQUENTIAL / 2, rel=0.03)
+    assert steps[1] == pytest.approx([SEQUENTIAL, SEQUENTIAL], rel=0.03)
+    crowded = predict(overlapped, on_cores(profile, 1))
+    assert "10 % off target would give 1.0" in crowded.verdict
+    assert crowded.pace.remarks[0].startswith("more workers than 1 CPU cores have room for (threads: 1): they take")
+    assert predict(overlapped, on_cores(profile, 8), options=Options(changes=False)).pace.remarks == ()
+
+
+def test_times_measured_on_cores_that_were_shared_are_without_the_waits_for_them():
+    """One core, four workers: the target was never idle, and had the core for 44 of 70 ms."""
+    overlapped, sequential = (graph_of(f"graphs/toy/{t}.yaml", threads=1) for t in ("overlapped", "sequential"))
+    longer = SEQUENTIAL / (4 * 0.011)
+    crowded = profile_of(overlapped, SEQUENTIAL)
+    for stage in ("target", "drafter", "optimizer"):
+        crowded = sped_up(crowded, stage, longer)
+    for graph in (overlapped, sequential):
+        forecast = predict(graph, on_cores(crowded, 1), options=Options(changes=False))
+        assert (forecast.own, forecast.pace.step) == pytest.approx((SEQUENTIAL, SEQUENTIAL), rel=0.02)
+    alone = predict(overlapped, on_cores(crowded, 4), options=Options(changes=False))
+    assert alone.pace.step == pytest.approx(SEQUENTIAL, rel=0.02)  # cores enough: these are the times it takes
+
+
 def test_a_profile_of_another_dataflow_is_refused():
     profile = profile_of(toy(), SEQUENTIAL)
     other = replace(profile, stages={"target": profile.stages["target"]})
@@ -198,63 +240,6 @@ def test_an_overlay_file_changes_the_graph_and_a_whole_file_replaces_it(tmp_path
     what_ifs = [str(overlay), "graphs/toy/sequential.yaml"]
     over, whole = predict(toy("overlapped"), profile_of(toy(), SEQUENTIAL), what_ifs).outcomes[:2]
     assert over.pace.step == pytest.approx(0.026, rel=1e-3) and whole.pace.step == pytest.approx(SEQUENTIAL)
-
-
-# --- sizes ------------------------------------------------------------------------------------------------------------
-
-SIZED = """
-window: 2
-stages:
-  data:   {use: "tests.timed_graphs:Sized", with: {max_tokens: 4000}}
-  target: {use: "tests.timed_graphs:Wait", with: {seconds: 0.01}}
-channels: {batches: {from: data, to: target}}
-workers: {loader: {stages: [data]}, target: {stages: [target]}}
-"""
-
-
-@pytest.fixture
-def sized(tmp_path):
-    """A graph whose source has max_tokens, and its profile: a target that takes 0.1 ms a token."""
-    path = tmp_path / "sized.yaml"
-    path.write_text(SIZED)
-    graph = graph_of(path)
-    recorder = Recorder(2, warm_up=0, keep=4000)
-    for index in range(200):
-        tokens = 2000.0 + 10 * (index % 201)
-        held = {"tokens": tokens, "rows": 4.0 + index % 2}
-        recorder.record("data", "read", index, 0.0, held)
-        recorder.record("target", "process", index, tokens * 1e-4, held)
-        if index % 2:
-            recorder.window_done(index // 2, index // 2 * 0.6)
-    return graph, recorder.profile(dump(graph), "")
-
-
-def test_larger_messages_take_longer_and_hold_more_rows(sized):
-    graph, profile = sized
-    forecast = predict(graph, profile, ["data.max_tokens=8000"], Options(rows=90_000, changes=False))
-    assert forecast.pace.step == pytest.approx(0.6, rel=0.02)
-    assert forecast.rows_per_second == pytest.approx(9 / 0.6, rel=0.02)
-    assert forecast.eta == pytest.approx(90_000 / 15, rel=0.02)
-    outcome = forecast.outcomes[0]
-    assert outcome.pace.step == pytest.approx(1.2, rel=0.02) and outcome.speedup == pytest.approx(1.0, rel=0.01)
-    remarks = "; ".join(outcome.pace.remarks)
-    assert "extrapolated" in remarks and "tokens 2000 to 3990 was measured" in remarks
-
-
-def test_a_parameter_of_unknown_effect_is_remarked(sized):
-    graph, profile = sized
-    outcome = predict(graph, profile, ["target.seconds=0.5"]).outcomes[0]
-    assert "target.seconds was 0.01 in the profile, is 0.5" in outcome.pace.remarks
-    assert outcome.speedup == pytest.approx(1.0)
-
-
-def test_a_size_that_never_varied_is_refused_for_that_what_if_only(sized):
-    graph, profile = sized
-    always = {"tokens": (3.0,) * 200}
-    even = {s: {p: replace(v, measures=always) for p, v in ps.items()} for s, ps in profile.stages.items()}
-    outcome = predict(graph, replace(profile, stages=even), ["data.max_tokens=8000", "target.replicas=2"]).outcomes
-    assert "tokens was always 3" in outcome[0].refusal and outcome[0].pace is None
-    assert outcome[1].speedup > 1.5
 
 
 # --- on a terminal ----------------------------------------------------------------------------------------------------

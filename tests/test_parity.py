@@ -73,7 +73,7 @@ def test_command_ends_with_1_past_the_tolerance(tmp_path: Path) -> None:
 def test_bad_folder_is_one_line_and_exit_2() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks", "parity", "nowhere"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == ["error: no folder 'nowhere', expected one with NAME.json and NAME.safetensors"]
+    assert done.stderr.splitlines() == ["no folder 'nowhere', expected one with NAME.json and NAME.safetensors"]
 
 
 def _pair(folder: Path, **changes: object) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from dflash_pipe.check import check
 from dflash_pipe.errors import BadInput
 from dflash_pipe.forecast import Options
 from dflash_pipe.graph import load
-from dflash_pipe.profile import DeviceMemory, save
+from dflash_pipe.profile import DeviceMemory, Host, save
 from dflash_pipe.profile import load as load_profile
 from dflash_pipe.splits import ranked, written
 from dflash_pipe.what_if import asked as asked_of
@@ -26,12 +25,6 @@ ROOT = Path(__file__).parent.parent
 LADDER = ROOT / "graphs" / "ladder"
 OVERLAPPED = ROOT / "graphs" / "toy" / "overlapped.yaml"
 SCALE = 0.05
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    """A terminal on which nothing is folded."""
-    monkeypatch.setenv("COLUMNS", "400")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +92,70 @@ def test_keys_do_as_well_as_files(tmp_path, capsys):
     assert steps == [1.9, 1.1]
 
 
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_data_parallel_is_one_word_and_a_row_of_its_own(profile, capsys):
+    graph = ROOT / "graphs/toy/data_parallel.yaml"
+    what_ifs = ["data_parallel=1 target.replicas=3", "data_parallel=2", "data_parallel=4 drafter.partials=4"]
+    words = [word for what_if in what_ifs for word in ("--what-if", what_if)]
+    lines = said_by(capsys, graph, "drafter.seconds=0.02", "--profile", profile, *words).splitlines()
+    rows = {name: line for name in [*what_ifs, "data_parallel=1 "] for line in lines if line.startswith(name)}
+    assert len(rows) == 4 and "1.00x" in rows["data_parallel=2"]
+    assert seconds(rows["data_parallel=1 "]) == pytest.approx(4 * 0.006 + 0.002, abs=1e-4)
+    assert not any("data_parallel" in line for line in said_by(capsys, OVERLAPPED, "--profile", profile).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data_parallel=0", "data_parallel=0: expected a number of at least 1"),
+        ("data_parallel=-1", "data_parallel=-1: expected a number of at least 1"),
+        ("data_parallel=nan", "data_parallel=nan: expected a number of at least 1"),
+        ("data_parallel=3", "window: 4 cannot be dealt evenly to 3 replicas of drafter"),
+        ("data_parallel=4", "partials: 2 is not a multiple of the 4 replicas"),
+        ("target.seconds=.nan", "stages.target: seconds is nan, expected 0 to 86400"),
+        ("target.seconds=-.inf", "stages.target: seconds is -inf, expected 0 to 86400"),
+        ("target.replicas=-1", "workers.target.replicas: should be at least 1, got -1"),
+        ("target.seconds='0.1", "no closing quotation (expected key=value or a file)"),
+        ("target.seconds=0.1", "not forecast: the profile does not tell what target.seconds (0.011 -> 0.1) does"),
+    ],
+)
+def test_a_what_if_that_cannot_be_is_told_in_one_line(text, said, profile, capsys):
+    assert called("predict", OVERLAPPED, "--profile", profile, "--what-if", text) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("--what-if ") and said in error and error.count("\n") == 1
+
+
+def test_where_no_stage_sums_gradients_nothing_is_data_parallel(tmp_path):
+    graph = load(["graphs/statistics.yaml"])
+    with pytest.raises(BadInput, match="no worker of this graph sums gradients"):
+        asked_of(graph, "data_parallel=1")
+
+
+def test_what_is_piped_is_as_wide_as_it_has_to_be_and_says_each_note_once(profile, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    more = [
+        "target.seconds=0.02 target.replicas=2",
+        "target.seconds=0.02 target.replicas=3",
+        "data.count=5 credits=null",
+    ]
+    words = [word for what_if in [*more, "features.capacity=9"] for word in ("--what-if", what_if)]
+    graph = (OVERLAPPED, "credits.windows=1", "optimizer.seconds=0.003")
+    said = said_by(capsys, *graph, "--profile", profile, *words)
+    lines = said.splitlines()
+    assert not any(line != line.rstrip() for line in lines)
+    rows = [next(line for line in lines if line.startswith(f"{what_if} ")) for what_if in more]
+    assert [re.findall(r" (\[\d\])", row) for row in rows] == [["[1]"], ["[1]"], ["[2]"]]
+    assert [line for line in lines if line.startswith("[")] == [
+        "[1] not forecast: what target.seconds (0.011 -> 0.02) does",
+        "[2] not forecast: what data.count (32 -> 5) does",
+    ]
+    cycle = "loader → batches → target → features → drafter → grads → optim → credit (windows) → loader"
+    assert f"critical cycle: {cycle}" in lines
+    assert said.count("not forecast: what optimizer.seconds (0.002 -> 0.003) does") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -107,6 +164,7 @@ def test_keys_do_as_well_as_files(tmp_path, capsys):
         (("--profile", "PROFILE"), "command line: no graph file given"),
         ((OVERLAPPED, "--profile", "PROFILE", "--what-if", "targt.replicas=2"), "--what-if 'targt.replicas=2'"),
         ((OVERLAPPED, "--profile", "PROFILE", "--write", "x.yaml"), "command line: --write needs --gpus"),
+        ((OVERLAPPED, "--profile", "PROFILE", "--rows", "-1"), "command line: --rows is -1, expected at least 1"),
         ((OVERLAPPED, "--profile", "PROFILE", "--gpus", "0"), "command line: --gpus is 0, expected at least 1"),
         ((OVERLAPPED, "--profile", "PROFILE", "--gpus", "2", "--what-if", "a=1"), "command line: --gpus and --what-if"),
         ((OVERLAPPED, "--profile", "PROFILE", "--rows", "10"), "PROFILE: --rows: the profile measures no rows"),
@@ -172,27 +230,63 @@ def test_a_profile_that_forecasts_itself_badly_ranks_nothing():
         split_by(profile_of(toy_graph(), 2 * SEQUENTIAL), 2)
 
 
-def test_the_best_split_is_written_as_a_graph(profile, tmp_path, capsys):
-    file = tmp_path / "best.yaml"
-    said = said_by(capsys, OVERLAPPED, "--profile", profile, "--gpus", 3, "--write", file)
+def test_the_best_split_is_written_as_a_few_lines_that_any_machine_can_plan(profile, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "new" / "best.yaml"
+    file.parent.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "over.yaml").write_text("extends: graphs/toy/overlapped.yaml\n")
+    given = ("over.yaml", "target.scale=2", "features.capacity=3")
+    said = said_by(capsys, *given, "--profile", profile, "--gpus", 3, "--write", "new/best.yaml")
     first = said.splitlines()[1]
     assert first.startswith("target x2, drafter x1") and "messages/s" in first
-    assert "no memory estimate" in said and f"written: {file} (target x2, drafter x1)" in said
-    tree = yaml.safe_load(file.read_text())
-    assert tree["workers"]["target"]["device"] == {"target": ["cuda:0", "cuda:1"]}
-    for worker in tree["workers"].values():  # this machine has no such devices
-        worker["device"] = "cpu"
-    file.write_text(json.dumps(tree))
-    graph = load([file])
-    check(graph)
-    assert graph.workers["target"].replicas == 2 and graph.stages == toy_graph("overlapped").stages
+    assert "no memory estimate" in said and "written: new/best.yaml (target x2, drafter x1)" in said
+    assert file.read_text().splitlines() == [
+        "# GPUs shared out as the forecast found best: target x2, drafter x1.",
+        "extends: ../over.yaml",
+        "stages:",
+        "  target:",
+        "    with: {scale: 2}",
+        "channels:",
+        "  features: {capacity: 3}",
+        "workers:",
+        "  loader: {device: cpu}",
+        "  target:",
+        "    replicas: 2",
+        "    device: ['auto:0', 'auto:1']",
+        "  drafter: {device: 'auto:2'}",
+        "  optim: {device: 'auto:2'}",
+    ]
+    assert called("plan", file) == 0
+    planned, asked_for = load([file]), load(["over.yaml"], given[1:])
+    assert planned.workers["target"].replicas == 2 and planned.name == "best"
+    assert planned.stages == asked_for.stages and planned.channels == asked_for.channels
 
 
-def test_what_is_written_says_the_whole_layout():
-    split = split_by(profile_of(toy_graph(), SEQUENTIAL), 4)[0]
-    workers = yaml.safe_load(written(split))["workers"]
-    assert workers["drafter"]["take"] == "round_robin" and workers["drafter"]["replicas"] == 2
-    assert workers["optim"]["device"] == {"optimizer": ["cuda:2"]}
+def test_what_is_written_says_only_what_differs(tmp_path):
+    """The graph of two drafters that take turns, on one GPU each, beside one target."""
+    files = ["graphs/toy/data_parallel.yaml"]
+    splits = ranked(load(files), profile_of(toy_graph(), SEQUENTIAL), 4, Options())
+    split = next(split for split in splits if split.replicas == {"target": 2, "drafter": 2})
+    text = written(split, files, ROOT)
+    assert yaml.safe_load(text)["workers"] == {
+        "loader": {"device": "cpu"},
+        "target": {"device": ["auto:0", "auto:1"]},
+        "drafter": {"device": ["auto:2", "auto:3"]},
+        "optim": {"device": "auto:2"},
+    }
+    (one,) = ranked(load(files), profile_of(toy_graph(), SEQUENTIAL), 1, Options())
+    workers = yaml.safe_load(written(one, files, ROOT))["workers"]
+    assert workers["drafter"] == {"replicas": 1, "device": "auto:0"}
+    (tmp_path / "g.yaml").write_text(text.replace("graphs/", f"{ROOT}/graphs/"))
+    check(load([tmp_path / "g.yaml"]))
+
+
+def test_that_times_were_measured_on_a_cpu_is_told_where_gpus_are_asked_for(profile, capsys):
+    known = load_profile(profile)
+    save(replace(known, host=Host(2, ("data", "target"), 0.5)), profile)
+    said = said_by(capsys, OVERLAPPED, "--profile", profile, "--gpus", 2)
+    assert "note: measured on a CPU, not on a GPU: target\n" in said
+    assert "note: the machine was not quiet: other programs used 50% of its CPU time\n" in said
 
 
 def test_rows_give_an_eta(profile, capsys):

@@ -1,4 +1,4 @@
-"""Recording service times, the file they are kept in, and the fit to measures."""
+"""Recording service times, the file they are kept in, what makes them doubtful, and drawing them again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_pipe.errors import BadInput
-from dflash_pipe.profile import Recorder, Samples, load, save
-from dflash_pipe.service import constant_times, drawn_times, fit, resized, varies
+from dflash_pipe.profile import Host, Recorder, load, save
+from dflash_pipe.service import constant_times, drawn_times, varies
 from tests.timed_graphs import random_plan
 
 
@@ -49,9 +49,22 @@ def test_the_warm_up_of_a_resumed_run_begins_where_it_resumed():
     assert profile.stages["target"]["process"].index == (22, 23, 24, 25) and profile.steps.count == 2
 
 
-def test_a_run_that_was_only_warm_up_has_no_profile():
-    with pytest.raises(BadInput, match="more than 2 windows"):
-        recorded(messages=8).profile("", "")
+def test_a_run_that_was_only_warm_up_is_measured_by_that_and_says_so():
+    profile = recorded(messages=8).profile("", "")
+    assert (profile.warm_up, profile.steps.index, profile.steps.seconds) == (0, (1,), (4.0,))
+    assert profile.stages["target"]["process"].count == 8
+    assert profile.doubts() == [
+        "the profile rests on 1 measured step of the warm-up: 5 are needed (a run of 7 windows or more)"
+    ]
+
+
+def test_the_only_window_of_a_run_takes_from_its_first_firing_on():
+    profile = recorded(messages=4).profile("", "", began=1.0)
+    assert (profile.steps.index, profile.steps.seconds) == ((0,), (2.0,))
+    assert recorded(messages=8).profile("", "", began=1.0).steps.seconds == (4.0,)
+    for unfinished in (recorded(messages=3), recorded(messages=4)):
+        with pytest.raises(BadInput, match="no window was finished"):
+            unfinished.profile("", "")
 
 
 @given(st.integers(1, 3000), st.integers(1, 50))
@@ -90,9 +103,18 @@ def test_what_is_no_profile_is_told_in_one_line(tmp_path):
     for change, told in [
         ({"format": "dflash-pipe profile 9"}, "format: expected 'dflash-pipe profile 1'"),
         ({"window": "four"}, "window: input should be a valid integer"),
+        ({"window": 0}, "window is 0 and warm_up 2, expected at least 1 and 0"),
+        ({"warm_up": -1}, "window is 4 and warm_up -1, expected"),
         ({"steps": {**good["steps"], "seconds": [1.0]}}, "steps: index, seconds and measures have different lengths"),
         ({"steps": {**good["steps"], "total": -1}}, "steps: a number is negative or not finite"),
+        ({"steps": {**good["steps"], "total": float("nan")}}, "steps: a number is negative or not finite"),
+        ({"steps": {**good["steps"], "total": float("inf")}}, "steps: a number is negative or not finite"),
+        ({"steps": {**good["steps"], "total": 1e308}}, "steps: a time is 1e+308 s, longer than any run"),
+        ({"steps": {**good["steps"], "total": 9}}, "steps: total is 9 s, but the samples add up to"),
         ({"steps": {"count": 0, "total": 0, "index": [], "seconds": []}}, "steps: count is 0"),
+        ({"memory": {"cuda:0": {"peak": -1, "total": 1, "stages": []}}}, "memory: a number is negative"),
+        ({"host": {"cores": 0, "stages": []}}, "host: expected at least 1 core"),
+        ({"host": {"cores": 1, "stages": [], "others": float("nan")}}, "host: expected at least 1 core"),
     ]:
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(BadInput) as error:
@@ -100,39 +122,29 @@ def test_what_is_no_profile_is_told_in_one_line(tmp_path):
         assert told in str(error.value) and "\n" not in str(error.value)
 
 
-# --- fitting and drawing ----------------------------------------------------------------------------------------------
+# --- doubts -----------------------------------------------------------------------------------------------------------
 
 
-def samples(seconds, **measures):
-    return Samples(len(seconds), sum(seconds), tuple(range(len(seconds))), tuple(seconds), measures)
+def test_a_quiet_run_of_many_steps_leaves_no_doubt():
+    profile = recorded(4000).profile("", "")
+    assert replace(profile, host=Host(8, ("target",), 0.03)).doubts() == []
+    assert replace(profile, host=Host(8, ("target",))).doubts() == []
 
 
-def test_the_fit_finds_what_each_measure_costs():
-    draw = np.random.default_rng(1)
-    tokens, padding = draw.uniform(1000, 6000, 200), draw.uniform(0, 500, 200)
-    found = fit(samples(0.05 + 2e-4 * tokens + 5e-5 * padding, tokens=tuple(tokens), padding=tuple(padding)))
-    assert found.at_zero == pytest.approx(0.05)
-    assert found.slopes == pytest.approx({"tokens": 2e-4, "padding": 5e-5})
+def test_other_programs_and_times_that_drift_are_doubts():
+    recorder = Recorder(1, warm_up=1)
+    for index in range(401):
+        recorder.record("target", "process", index, 1.0 if index <= 200 else 1.25)
+        recorder.record("optimizer", "process", index, 1e-3)
+        recorder.window_done(index, index)
+    profile = recorder.profile("", "")
+    assert replace(profile, host=Host(2, (), 0.34)).doubts() == [
+        "the machine was not quiet: other programs used 34% of its CPU time",
+        "service times were 25% longer in the second half of the run than in the first",
+    ]
 
 
-def test_more_work_never_takes_less_time():
-    tokens = (1.0, 2.0, 3.0, 4.0)
-    assert fit(samples((4.0, 3.0, 2.0, 1.0), tokens=tokens)).slopes == {}
-
-
-def test_a_resized_sample_keeps_its_deviation_and_says_when_it_was_never_measured():
-    original = samples((1.1, 1.9, 3.2, 3.8), tokens=(1.0, 2.0, 3.0, 4.0))
-    smaller, remark = resized(original, {"tokens": 0.5, "unknown": 3.0})
-    slope = fit(original).slopes["tokens"]
-    assert smaller.seconds == pytest.approx([1.1 - slope / 2, 1.9 - slope, 3.2 - 1.5 * slope, 3.8 - 2 * slope])
-    assert remark == "extrapolated (tokens 1 to 4 was measured)"
-    assert smaller.mean == pytest.approx(np.mean(smaller.seconds))
-    assert resized(original, {"tokens": 1.0}) == (original, "")
-
-
-def test_what_never_varied_cannot_be_resized():
-    with pytest.raises(ValueError, match="anchors was always 512"):
-        resized(samples((1.0, 2.0), anchors=(512.0, 512.0)), {"anchors": 0.5})
+# --- drawing ----------------------------------------------------------------------------------------------------------
 
 
 def test_drawn_times_keep_long_messages_long_for_every_stage():

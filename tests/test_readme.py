@@ -38,6 +38,13 @@ TINY = {
     "data_parallel.yaml": [*SMALL, "drafter.partials=2"],
 }
 
+# benchmark -> options that make it short
+BRIEF = {
+    "topologies": ["--repeat", "1", "--steps", "4"],
+    "verdicts": ["--graphs", "1"],
+    "rows": ["--rows", "200", "--tokens", "20", "--reads", "100"],
+}
+
 
 def blocks(page, *languages):
     """Texts of the fenced blocks in these languages."""
@@ -97,15 +104,19 @@ def test_commands_run_one_after_the_other(page, tmp_path, monkeypatch):
         if words[0] == "dflash-pipe":
             assert dflash_pipe(words[1:], monkeypatch) == 0, shlex.join(words)
         elif words[:3] == ["python", "-m", "benchmarks"]:
-            result = CliRunner().invoke(benchmarks, [*words[3:], "--repeat", "1"])
+            result = CliRunner().invoke(benchmarks, [*small(words[3:]), *BRIEF[words[3]]])
             assert result.exit_code == 0, shlex.join(words)
 
 
-def dflash_pipe(words, monkeypatch):
-    """Exit code of the command, with a tiny model and few steps."""
+def small(words):
+    """The command with a tiny model and few steps."""
     words = [TARGET if word.startswith("target.model=") else word for word in words]
-    tiny = [o for name, overrides in TINY.items() for o in overrides if f"graphs/{name}" in words]
-    monkeypatch.setattr(sys, "argv", ["dflash-pipe", *words, *tiny])
+    return [*words, *(o for name, overrides in TINY.items() for o in overrides if f"graphs/{name}" in words)]
+
+
+def dflash_pipe(words, monkeypatch):
+    """Exit code of the command."""
+    monkeypatch.setattr(sys, "argv", ["dflash-pipe", *small(words)])
     interval = sys.getswitchinterval()
     try:
         cli.main()

@@ -115,10 +115,38 @@ def test_it_computes_the_same_with_and_without(tmp_path):
     assert runs[0].metrics["digest"] == runs[1].metrics["digest"]
 
 
-def test_a_run_of_warm_up_only_says_why_it_has_no_profile(tmp_path):
-    result = executed(toy(tmp_path, "overlapped", "data.count=8"))
-    assert result.profile is None and "more than 2 windows" in result.unmeasured
-    assert len(result.timeline.spans) == 8 * 3 + 2 * 2
+@pytest.mark.parametrize("windows", [1, 2, 3])
+def test_a_run_of_any_window_has_a_profile_that_says_on_how_little_it_rests(windows, tmp_path):
+    result = executed(toy(tmp_path, "overlapped", f"data.count={4 * windows}"))
+    assert result.profile.steps.count == 1 and 0 < result.profile.steps.mean < result.view.elapsed
+    assert result.profile.doubts()[0].startswith("the profile rests on 1 measured step")
+    assert result.profile.stages["target"]["process"].count == (4 * windows if windows < 3 else 4)
+    assert len(result.timeline.spans) == windows * (4 * 3 + 2)
+
+
+def test_a_run_without_a_whole_window_has_no_profile(tmp_path):
+    result = executed(toy(tmp_path, "overlapped", "data.count=3"))
+    assert result.profile is None and "no window was finished" in result.unmeasured
+
+
+def test_it_knows_the_cores_what_ran_on_them_and_what_other_programs_used(tmp_path, monkeypatch):
+    """All cores: 20 s. Busy: 12 s, 9 of them this process."""
+    seen = iter([(100.0, 50.0, 1.0), (120.0, 62.0, 10.0)])
+    monkeypatch.setattr(recording, "_cpu_seconds", lambda: next(seen))
+    host = executed(toy(tmp_path, "overlapped")).profile.host
+    assert host.cores >= 1 and host.stages == ("data", "target", "drafter", "optimizer")
+    assert host.others == pytest.approx(0.15)
+
+
+def test_the_seconds_of_the_cpu_only_grow():
+    before = recording._cpu_seconds()
+    if before is None:
+        pytest.skip("this system does not tell")
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    every, busy, own = (b - a for a, b in zip(before, recording._cpu_seconds(), strict=True))
+    assert own >= 0.04 and busy >= 0.03 and every >= busy
 
 
 def test_the_warm_up_of_a_resumed_run_begins_again(tmp_path):
@@ -175,22 +203,34 @@ class SizedStep(Stage):
 
 
 class SizedEnd(Stage):
+    """Says, too, how large its work was."""
+
+    def process(self, x: Sized, stamp: Stamp) -> None:
+        self.measures = {"anchors": 10.0 + stamp.index}
+
+    def end_window(self) -> Sized:
+        return Sized(3)
+
+
+class SizedLast(Stage):
     def process(self, x: Sized) -> None:
         pass
 
 
-def test_a_firing_is_recorded_with_what_its_payloads_say_of_their_size(tmp_path):
+def test_a_firing_is_recorded_with_what_its_payloads_and_its_stage_say_of_its_size(tmp_path):
     run = run_of(
         tmp_path,
         'stages: {data: {use: "tests.test_recording:SizedSource"}, step: {use: "tests.test_recording:SizedStep"}, '
-        'end: {use: "tests.test_recording:SizedEnd"}}\nwindow: 2\n'
-        "channels: {a: {from: data, to: step}, b: {from: step, to: end}}\nworkers: {w: {stages: [data, step, end]}}\n",
+        'end: {use: "tests.test_recording:SizedEnd"}, last: {use: "tests.test_recording:SizedLast"}}\nwindow: 2\n'
+        "channels: {a: {from: data, to: step}, b: {from: step, to: end}, c: {from: end, to: last, per: window}}\n"
+        "workers: {w: {stages: [data, step, end, last]}}\n",
     )
     stages = executed(run).profile.stages
     tokens = tuple(float(n) for n in range(104, 112))
     assert stages["data"]["read"].measures == {"tokens": tokens, "sent_bytes": tuple(2 * n for n in tokens)}
     assert stages["step"]["process"].measures == {"tokens": tokens, "sent_bytes": (2.0,) * 8}
-    assert stages["end"]["process"].measures == {"tokens": (1.0,) * 8}
+    assert stages["end"]["process"].measures == {"tokens": (1.0,) * 8, "anchors": tuple(n - 90 for n in tokens)}
+    assert stages["end"]["end_window"].measures == {"sent_bytes": (6.0,) * 4}
 
 
 def test_a_token_batch_says_its_size_without_a_look_at_its_tensors():
@@ -334,9 +374,16 @@ def test_where_the_source_counts_rows_and_tokens_their_rates_are_told():
     assert rates == "8 messages/s · 24 rows/s · 1,600 tokens/s · 800 supervised tokens/s"
 
 
-def test_a_short_run_ends_with_why_there_is_no_step_time(tmp_path, capsys):
+def test_a_short_run_ends_with_how_little_was_measured(tmp_path, capsys):
     said = said_by(capsys, "--runs", tmp_path, TOY / "overlapped.yaml", "data.count=8", *SLOW)
-    assert "step time: not measured (no step to measure: the run needs more than 2 windows" in said
+    assert "measured (median of 1 after 0 of warm-up)" in said
+    assert "the profile rests on 1 measured step of the warm-up: 5 are needed (a run of 7 windows or more)\n" in said
+    assert load(tmp_path / "overlapped" / "profile.json").steps.count == 1
+
+
+def test_a_run_without_a_step_ends_with_that(tmp_path, capsys):
+    said = said_by(capsys, "--runs", tmp_path, TOY / "overlapped.yaml", "data.count=3", *SLOW)
+    assert "step time: not measured (no step to measure: no window was finished)" in said
     assert not (tmp_path / "overlapped" / "profile.json").exists()
 
 

@@ -1,5 +1,8 @@
 """The miniature: its last digest is the same in every topology, and anything out of order or stale changes it."""
 
+import math
+from functools import partial
+
 import pytest
 
 from dflash_pipe import Context, Stamp
@@ -90,6 +93,21 @@ def test_the_optimizer_goes_on_after_its_state():
     second.restore(first.state())
     assert second.initial() == whole.initial()
     assert second.process(grads) == whole.process(grads)
+
+
+@pytest.mark.parametrize("make", [partial(Numbers, count=1), Wait, WaitStep, WaitOptimizer])
+@pytest.mark.parametrize("key", ["seconds", "scale"])
+@pytest.mark.parametrize("value", [-1.0, -math.inf, math.inf, math.nan, 1e308])
+def test_times_that_nobody_can_wait_for_are_refused(make, key, value):
+    with pytest.raises(ValueError, match=rf"^{key} is "):
+        make(**{"seconds": 1.0, key: value}).check(1)
+    make(seconds=0.5, scale=2.0).check(1)
+
+
+@pytest.mark.parametrize("stage", [Numbers(count=-1), Numbers(count=1, nbytes=-1), Wait(nbytes=-1)])
+def test_sizes_below_zero_are_refused(stage):
+    with pytest.raises(ValueError, match="is -1, expected 0 or more"):
+        stage.check(1)
 
 
 def test_the_target_hashes_what_it_gets():

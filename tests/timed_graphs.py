@@ -218,15 +218,16 @@ class Sized(Source[Item]):
     """A source whose messages hold up to so many tokens."""
 
     max_tokens: int
+    count: int = 400
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Item | None]]:
         raise NotImplementedError
 
 
-class Wait(Stage):
-    """A stage with a parameter that says nothing of sizes."""
+class Anchored(Stage):
+    """A stage with up to so many anchors in a row."""
 
-    seconds: float
+    num_anchors: int
 
-    def process(self, item: Item) -> None:
+    def process(self, item: Item) -> Item:
         raise NotImplementedError

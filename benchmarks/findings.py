@@ -1,0 +1,212 @@
+"""What a comparison of topologies found, in words and figures; how it is shown is for the terminal and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.compare import VARIANT, Topology, difference, is_control, ratio
+from benchmarks.interval import Estimate
+from dflash_pipe.forecast import Forecast, Options, predict
+from dflash_pipe.forecast_table import duration, figure, unit_of
+
+__all__ = ["Findings", "found", "rates"]
+
+# So many times the messages that are worked on ahead have to be measured; a step as forecast needs no doubt.
+_MANY, _CLOSE = 5, 0.05
+# A forecast that misses what was measured by more than this has nothing to advise.
+_TRUSTED = 0.10
+_HEADS = (
+    "topology",
+    "GPUs",
+    "step",
+    "times as fast",
+    "forecast",
+    "measured / forecast",
+    "rows/s",
+    "rows/s per GPU",
+    "supervised tokens/s",
+    "padding",
+    "GPU memory",
+    "all rows in",
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """headline: who is fastest. sameness: whether all computed alike. differences: what was computed differently.
+    heads, rows: the table; a cell is (text, small print). verdicts: of each topology. remarks: what else to know of the
+    figures."""
+
+    headline: str
+    sameness: str
+    differences: Sequence[str]
+    heads: Sequence[str]
+    rows: Sequence[Sequence[tuple[str, str]]]
+    verdicts: dict[str, str]
+    remarks: Sequence[str]
+
+
+def found(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: int | None) -> Findings:
+    """Compare the first topology with the others. rows: of the whole training, if that is known."""
+    differences = list(_differences(compared))
+    table = [
+        _row(topology, forecast, compared[0], rows) for topology, forecast in zip(compared, forecasts, strict=True)
+    ]
+    shown = [number for number, _ in enumerate(_HEADS) if any(row[number][0] != "-" for row in table)]
+    return Findings(
+        headline=_headline(compared, differences),
+        sameness=_sameness(compared, differences),
+        differences=differences,
+        heads=[_HEADS[number] for number in shown],
+        rows=[[row[number] for number in shown] for row in table],
+        verdicts=_verdicts(compared, forecasts),
+        remarks=list(_remarks(compared, forecasts, rows)),
+    )
+
+
+# --- the same? --------------------------------------------------------------------------------------------------------
+
+
+def _differences(compared: Sequence[Topology]) -> Iterator[str]:
+    """One line for each topology that did not compute what the first did, and for each that differs from itself."""
+    first = compared[0]
+    expected = first.checked or first.trials[0]
+    for topology in compared:
+        runs = [trial for trial in (topology.checked, *topology.trials) if trial is not None]
+        for number, trial in enumerate(runs):
+            if said := difference(expected, trial):
+                yield f"{topology.name} differs from {first.name} in run {number + 1}, first in {said}"
+                break
+
+
+def _sameness(compared: Sequence[Topology], differences: Sequence[str]) -> str:
+    if differences:
+        return "The topologies did NOT compute the same."
+    first = compared[0].checked or compared[0].trials[0]
+    equal = [f"{len(first.digests)} digests"] * bool(first.digests) + ["the final weights"] * bool(first.weights)
+    runs = sum(len(topology.trials) + (topology.checked is not None) for topology in compared)
+    return f"All {runs} runs computed the same: {' and '.join(equal)} are equal."
+
+
+# --- the fastest ------------------------------------------------------------------------------------------------------
+
+
+def _original(topology: Topology, compared: Sequence[Topology]) -> Topology:
+    """The first topology that is the same graph: itself, unless it is a control."""
+    return next(other for other in compared if is_control(topology.graph, other.graph))
+
+
+def _headline(compared: Sequence[Topology], differences: Sequence[str]) -> str:
+    if differences:
+        return f"No topology can be called the fastest: {differences[0]}."
+    first = compared[0]
+    rivals = [topology for topology in compared if _original(topology, compared) is topology]
+    if len(rivals) == 1:
+        return f"{first.name}: {duration(first.step.median)} a step."
+    fastest, second, *_ = sorted(rivals, key=lambda topology: ratio(topology, first).median, reverse=True)
+    against = second if fastest is first else first
+    gain, sure = _factor(ratio(fastest, against))
+    said = f"{gain} times as fast as {against.name}{sure and f' ({sure})'}."
+    lead = ratio(fastest, second)
+    if lead.low is not None and lead.low <= 1.0:
+        unsure = f"{fastest.name} and {second.name} cannot be told apart by {len(first.trials)} runs each"
+        return f"{unsure}; {fastest.name} is {said}"
+    return f"{fastest.name} is the fastest: {said}"
+
+
+def _factor(times: Estimate, decimals: int = 2) -> tuple[str, str]:
+    """How many times, and the ends of its interval."""
+    sure = "" if times.low is None else f"{times.low:.{decimals}f} to {times.high:.{decimals}f}"
+    return f"{times.median:.{decimals}f}", sure
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _row(topology: Topology, forecast: Forecast, first: Topology, total: int | None) -> list[tuple[str, str]]:
+    step, a_second, peaks = topology.step, rates(topology), topology.memory.values()
+    gain, sure = _factor(ratio(topology, first))
+    _, size = unit_of(step.median)
+    rows = a_second.get("rows")
+    padded = {"tokens", "padded"} <= set(a_second)
+    return [
+        (topology.name, ""),
+        (str(topology.gpus) if topology.gpus else "-", ""),
+        (duration(step.median), _bracketed(step.range(1 / size))),
+        ("1" if topology is first else gain, "" if topology is first else _bracketed(sure)),
+        (duration(forecast.pace.step), ""),
+        (f"{step.median / forecast.pace.step:.1%}", ""),
+        (figure(rows) if rows else "-", ""),
+        (figure(rows / topology.gpus) if rows and topology.gpus else "-", ""),
+        (figure(a_second["supervised"]) if "supervised" in a_second else "-", ""),
+        (f"{1 - a_second['tokens'] / a_second['padded']:.1%}" if padded else "-", ""),
+        (f"{max(peaks) / 2**30:.1f} GiB" if peaks else "-", ""),
+        (duration(total / rows) if total and rows else "-", ""),
+    ]
+
+
+def _bracketed(text: str) -> str:
+    return f"[{text}]" if text else ""
+
+
+def rates(topology: Topology) -> dict[str, float]:
+    """measure -> amount a second: what the messages held on average, and how many were computed a second."""
+    profile = topology.middle.profile
+    held: dict[str, float] = {}
+    for parts in profile.stages.values():
+        for samples in parts.values():
+            for name, values in samples.measures.items():
+                held.setdefault(name, float(np.mean(values)))
+    return {name: amount * profile.window / topology.step.median for name, amount in held.items()}
+
+
+# --- why, and what else -----------------------------------------------------------------------------------------------
+
+
+def _remarks(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: int | None) -> Iterator[str]:
+    """What makes a figure doubtful, and what was asked for and cannot be told."""
+    first = compared[0]
+    if len(compared) == 1:
+        yield f"one graph, so nothing is compared ({VARIANT})"
+    if rows is not None and "rows" not in rates(first):
+        yield "no stage of these graphs measures rows, so there is no time for all rows"
+    for topology, forecast in zip(compared, forecasts, strict=True):
+        original = _original(topology, compared)
+        if original is not topology:
+            gain, sure = _factor(ratio(topology, original), 3)
+            yield (
+                f"{topology.name} is the same graph as {original.name}, a control: its ratio should be 1 and is "
+                f"{gain}{sure and f' ({sure})'}"
+            )
+        yield from (f"{topology.name}: {doubt}" for doubt in topology.middle.profile.doubts())
+        ahead, measured = topology.ahead, topology.middle.profile.steps.count * topology.graph.window
+        if measured < _MANY * ahead and abs(topology.step.median / forecast.pace.step - 1) > _CLOSE:
+            yield (
+                f"{topology.name} was measured over {measured} messages, and up to {ahead} may have been worked on "
+                "before that: it may look faster than it is (more --steps)"
+            )
+
+
+def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> dict[str, str]:
+    """What each forecast says of its topology, where it was right; else by how much not, and whether a shared processor
+    explains it."""
+    profile = compared[0].middle.profile
+    said = {}
+    for topology, forecast in zip(compared, forecasts, strict=True):
+        off = topology.step.median / forecast.pace.step
+        said[topology.name] = forecast.verdict
+        if off > 1 + _TRUSTED:
+            said[topology.name] = f"takes {off:.2f} times its forecast, so what that advises is left out"
+            together = dict.fromkeys(topology.graph.stages, "one processor")
+            shared = predict(topology.graph, profile, options=Options(together=together, changes=False)).pace.step
+            if shared > 1.05 * forecast.pace.step:
+                said[topology.name] += (
+                    "; if no two stages ever computed at the same time (one interpreter, or too few cores), "
+                    f"it would be {duration(shared)} a step"
+                )
+        elif off < 1 - _TRUSTED:
+            said[topology.name] = f"takes only {off:.2f} times its forecast, so what that advises is left out"
+    return said

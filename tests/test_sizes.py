@@ -1,0 +1,217 @@
+"""What changed keys do to the size of messages, and sizes to times: the fit, the limits in a row, what is not known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflash_pipe.errors import BadInput
+from dflash_pipe.forecast import Options, predict
+from dflash_pipe.graph import dump
+from dflash_pipe.profile import Profile, Recorder, Samples
+from dflash_pipe.sizes import Fit, Sizes, fit, resized, sizes, telling_keys
+from tests.test_forecast import graph_of
+
+SIZED = """
+window: 2
+stages:
+  data:   {use: "tests.timed_graphs:Sized", with: {max_tokens: 4000}}
+  target: {use: "tests.timed_graphs:Anchored", with: {num_anchors: 100}}
+  after:  {use: "tests.timed_graphs:Anchored", with: {num_anchors: "${target.num_anchors}"}}
+channels: {batches: {from: data, to: target}, more: {from: target, to: after}}
+workers: {loader: {stages: [data]}, target: {stages: [target]}, after: {stages: [after]}}
+"""
+SAME = Sizes(1.0, {}, ())
+
+
+def samples(seconds, **measures):
+    return Samples(len(seconds), sum(seconds), tuple(range(len(seconds))), tuple(seconds), measures)
+
+
+def profile_of(**stages):
+    steps = samples([1.0] * 10)
+    return Profile("", 1, "", 1, steps, {name: {"process": part} for name, part in stages.items()})
+
+
+def limits(**of_stage):
+    return replace(SAME, limits={"x": of_stage})
+
+
+@pytest.fixture
+def sized(tmp_path):
+    """A graph whose source has max_tokens, and its profile: a target that takes 0.1 ms a token and 1 ms an anchor, of
+    which it has 100 in each row of even messages and 40 in each of the others."""
+    path = tmp_path / "sized.yaml"
+    path.write_text(SIZED)
+    graph = graph_of(path)
+    recorder = Recorder(2, warm_up=0, keep=4000)
+    for index in range(200):
+        rows = 4.0 + index // 2 % 3
+        held = {"tokens": 2000.0 + 10 * (index % 17), "rows": rows}
+        anchors = rows * (40.0 if index % 2 else 100.0)
+        recorder.record("data", "read", index, 0.0, held)
+        recorder.record(
+            "target", "process", index, held["tokens"] * 1e-4 + anchors * 1e-3, {**held, "anchors": anchors}
+        )
+        recorder.record("after", "process", index, 0.0, held)
+        if index % 2:
+            recorder.window_done(index // 2, index // 2 * 1.116)
+    return graph, recorder.profile(dump(graph), "")
+
+
+# --- the fit ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fit_finds_what_each_measure_costs():
+    draw = np.random.default_rng(1)
+    tokens, padding = draw.uniform(1000, 6000, 200), draw.uniform(0, 500, 200)
+    seconds = 0.05 + 2e-4 * tokens + 5e-5 * padding
+    found = fit(
+        samples(seconds, tokens=tuple(tokens), padding=tuple(padding), rows=tuple(tokens), sent_bytes=tuple(tokens))
+    )
+    assert found.at_zero == pytest.approx(0.05)
+    assert found.slopes == pytest.approx({"tokens": 2e-4, "padding": 5e-5})
+
+
+def test_more_work_never_takes_less_time_and_none_no_less_than_none():
+    tokens = (1.0, 2.0, 3.0, 4.0)
+    assert fit(samples((4.0, 3.0, 2.0, 1.0), tokens=tokens)) == Fit(pytest.approx(2.5), {})
+    through_zero = fit(samples((1.0, 4.0, 9.0, 16.0), tokens=tokens))
+    assert through_zero.at_zero == 0.0 and through_zero.slopes == {"tokens": pytest.approx(100 / 30)}
+
+
+def test_a_resized_sample_keeps_its_deviation_and_says_when_it_was_never_measured():
+    tokens = tuple(map(float, range(1, 101)))
+    seconds = [n + 0.1 * (-1) ** int(n) for n in tokens]
+    profile = profile_of(x=samples(seconds, tokens=tokens))
+    smaller, remarks = resized(profile, replace(SAME, everywhere=0.5))
+    slope = fit(profile.stages["x"]["process"]).slopes["tokens"]
+    expected = np.array(seconds) - slope * np.array(tokens) / 2
+    assert smaller.stages["x"]["process"].seconds == pytest.approx(expected)
+    assert remarks == ["extrapolated: measured were tokens 1 to 100"]
+    assert smaller.stages["x"]["process"].mean == pytest.approx(np.mean(smaller.stages["x"]["process"].seconds))
+    assert resized(profile, SAME) == (profile, [])
+
+
+def test_a_limit_cuts_rows_that_had_more_and_fills_those_that_were_full():
+    held, rows = (20.0, 12.0, 30.0, 7.0), (2.0, 2.0, 3.0, 1.0)
+    profile = profile_of(x=samples([0.1 * n + 1.0 for n in held], anchors=held, rows=rows))
+    for now, expected in [(5.0, (10.0, 10.0, 15.0, 5.0)), (20.0, (40.0, 12.0, 60.0, 7.0))]:
+        changed = resized(profile, limits(anchors=(10.0, now)))[0].stages["x"]["process"]
+        assert changed.measures["anchors"] == expected
+        assert changed.seconds == pytest.approx([0.1 * n + 1.0 for n in expected])
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (samples((1.0, 2.0, 1.5), anchors=(512.0,) * 3), "x: anchors was always 512 in the profile"),
+        (samples((1.0, 2.0), anchors=(1.0, 2.0)), "x: 2 messages are too few to tell the effect of anchors"),
+        (
+            samples([1.0, 2.0, 3.0, 4.0, 5.0], anchors=(1.0, 2.0, 3.0, 4.0, 5.0), tokens=(2.0, 4.0, 6.0, 8.0, 10.0)),
+            "x: anchors only varied together with others",
+        ),
+        (samples([1.0, 9.0] * 6, anchors=(1.0, 2.0, 2.0) * 4), "the measured times do not tell its effect from noise"),
+    ],
+)
+def test_an_effect_that_the_times_do_not_tell_is_refused(part, said):
+    with pytest.raises(BadInput, match=said):
+        resized(profile_of(x=part), limits(anchors=(512.0, 256.0)))
+
+
+def test_what_went_together_can_be_scaled_together():
+    both = samples([1.0, 2.0, 3.0, 4.0, 5.0], anchors=(1.0, 2.0, 3.0, 4.0, 5.0), tokens=(2.0, 4.0, 6.0, 8.0, 10.0))
+    changed, _ = resized(profile_of(x=both), replace(SAME, everywhere=2.0))
+    assert changed.stages["x"]["process"].seconds == pytest.approx([2.0, 4.0, 6.0, 8.0, 10.0])
+
+
+def test_how_far_off_a_noisy_fit_may_be_is_told_and_holds_nineteen_times_in_twenty():
+    within = 0
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        tokens = draw.uniform(1000, 2000, 300)
+        noisy = samples(1e-3 * tokens * draw.uniform(0.7, 1.3, 300), tokens=tuple(tokens))
+        changed, remarks = resized(profile_of(x=noisy), replace(SAME, everywhere=0.5))
+        told = re.fullmatch(r"± (\d+)%, by the fit to sizes", remarks[-1])
+        half = 1e-3 * tokens.sum() / 2
+        within += abs(changed.stages["x"]["process"].total - half) < float(told[1]) / 100 * noisy.total
+    assert 180 <= within < 200
+
+
+def test_work_that_hardly_counts_is_taken_as_it_is():
+    tokens = tuple(map(float, range(1, 101)))
+    slight = samples((1e-3,) * 4, tokens=(7.0,) * 4)
+    changed, _ = resized(profile_of(x=samples(tokens, tokens=tokens), y=slight), replace(SAME, everywhere=0.5))
+    assert changed.stages["y"]["process"].seconds == slight.seconds
+    assert changed.stages["y"]["process"].measures == {"tokens": (3.5,) * 4}
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_larger_messages_take_longer_and_hold_more_rows(sized):
+    graph, profile = sized
+    forecast = predict(graph, profile, ["data.max_tokens=8000"], Options(rows=90_000, changes=False))
+    assert forecast.pace.step == pytest.approx(1.116, rel=0.02)
+    assert forecast.rows_per_second == pytest.approx(10 / 1.116, rel=0.02)
+    assert forecast.eta == pytest.approx(90_000 / forecast.rows_per_second)
+    (outcome,) = forecast.outcomes
+    assert outcome.pace.step == pytest.approx(2 * 1.116, rel=0.02) and outcome.speedup == pytest.approx(1.0, rel=0.02)
+    assert outcome.remarks == ("extrapolated: measured were anchors 160 to 600, tokens 2000 to 2160",)
+    assert not outcome.change.same_result
+
+
+def test_fewer_anchors_take_less_time(sized):
+    """Half as many: 50 in each row of even messages, still 40 in the others."""
+    graph, profile = sized
+    outcomes = predict(graph, profile, ["target.num_anchors=50"]).outcomes
+    by_name = {outcome.change.name: outcome for outcome in outcomes}
+    assert len(by_name) == len(outcomes)
+    assert by_name["target.num_anchors=50"].pace.step == pytest.approx(1.116 - 5 * 0.05, rel=0.03)
+    assert by_name["target.num_anchors=200"].pace.step == pytest.approx(1.116 + 5 * 0.1, rel=0.03)
+    assert {"data.max_tokens=2000", "data.max_tokens=8000"} < by_name.keys()
+    assert not by_name["target.num_anchors=50"].change.same_result
+
+
+def test_a_key_that_refers_to_another_is_not_told_twice(sized):
+    graph, profile = sized
+    path = graph.files[0]
+    found = sizes(graph, graph_of(path, target__num_anchors=50), profile)
+    assert found == Sizes(1.0, {"target": {"anchors": (100, 50)}}, ())
+    assert list(telling_keys(graph, profile)) == [("data", "max_tokens", 4000), ("target", "num_anchors", 100)]
+
+
+@pytest.mark.parametrize(
+    ("change", "unknown"),
+    [
+        ({"after__num_anchors": 50}, "after.num_anchors (100 -> 50)"),
+        ({"data__count": 3}, "data.count (400 -> 3)"),
+        ({"threads": 2}, "threads (None -> 2)"),
+    ],
+)
+def test_a_change_of_what_the_profile_does_not_know_is_refused_unless_there_is_more_to_it(change, unknown, sized):
+    graph, profile = sized
+    (text,) = (f"{key.replace('__', '.')}={value}" for key, value in change.items())
+    assert sizes(graph, graph_of(graph.files[0], **change), profile).unknown == (unknown,)
+    with pytest.raises(BadInput) as error:
+        predict(graph, profile, [text])
+    assert str(error.value) == (
+        f"--what-if {text!r}: not forecast: the profile does not tell what {unknown} does to the time; "
+        "to know it, profile a run of the changed graph"
+    )
+    (outcome,) = predict(graph, profile, [f"{text} target.replicas=2"], Options(changes=False)).outcomes
+    assert outcome.speedup > 1.5 and outcome.remarks == (f"not forecast: what {unknown} does",)
+
+
+def test_a_size_that_never_varied_is_refused_if_nothing_else_is_asked(sized):
+    graph, profile = sized
+    always = {"tokens": (3.0,) * 200}
+    even = {s: {p: replace(v, measures=always) for p, v in ps.items()} for s, ps in profile.stages.items()}
+    even = replace(profile, stages=even)
+    with pytest.raises(BadInput, match=r"--what-if 'data.max_tokens=8000': not forecast: .*tokens was always 3"):
+        predict(graph, even, ["data.max_tokens=8000"])
+    both, replicas = predict(graph, even, ["data.max_tokens=8000 target.replicas=2", "target.replicas=2"]).outcomes[:2]
+    assert "tokens was always 3" in both.refusal and both.pace is None and replicas.speedup > 1.5
