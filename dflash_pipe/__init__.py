@@ -2,7 +2,7 @@
 
 from dflash_pipe.errors import BadInput, BrokenChannel, Cancelled, EndOfChannel, Stalled
 from dflash_pipe.message import Message, Stamp
-from dflash_pipe.stage import Context, Source, Stage
+from dflash_pipe.stage import Context, Footprint, Source, Stage
 from dflash_pipe.transport import Transport
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Cancelled",
     "Context",
     "EndOfChannel",
+    "Footprint",
     "Message",
     "Source",
     "Stage",

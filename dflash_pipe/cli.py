@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a stage failed, 2 bad input (one line says what), 130 / 14
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.closing import closing_lines
@@ -27,6 +28,7 @@ from dflash_pipe.forecast import Options
 from dflash_pipe.forecast import predict as forecast
 from dflash_pipe.forecast_table import rendered
 from dflash_pipe.graph import Graph, dump, load
+from dflash_pipe.memory import Need, estimate, memory_table, refuse
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import load as load_profile
@@ -38,7 +40,7 @@ from dflash_pipe.snapshot import read as read_snapshot
 from dflash_pipe.splits import ranked, splits_table, written
 from dflash_pipe.trace import write_chrome
 
-__all__ = ["app", "execute", "failures_to_exit_codes", "main", "opened"]
+__all__ = ["app", "execute", "failures_to_exit_codes", "main", "opened", "writable"]
 
 # Python lets a thread that computes in pure Python keep the interpreter for 5 ms; with a stage that tokenises beside
 # stages that hand off, a tenth of that costs the pipeline 1.5 % instead of 12 %.
@@ -61,7 +63,7 @@ def run(
     trace: Annotated[Path | None, typer.Option(help="write a timeline for ui.perfetto.dev to this file")] = None,
 ) -> None:
     """Run a graph to its end. With --resume and no FILE, the graph is the one in the run folder."""
-    _writable("--trace", trace)
+    writable("--trace", trace)
     if resume is not None:
         newest(resume)  # there is one
     arguments = graphs or []
@@ -84,13 +86,20 @@ def plan(
     """Show what would run where, and how messages travel, without running anything."""
     laid_out: Plan = lay_out(opened(graphs or []))
     print(laid_out.mermaid() if mermaid else laid_out.table())
+    if not mermaid and (needs := _estimated(laid_out)):
+        print(f"\n{memory_table(needs)}")
 
 
 @app.command()
 def check(graphs: Graphs = None) -> None:
     """Check a graph without running anything."""
     graph = opened(graphs or [])
-    print(f"{', '.join(graph.files)}: {len(graph.stages)} stages on {len(lay_out(graph).workers)} workers, all sound")
+    laid_out = lay_out(graph)
+    print(f"{', '.join(graph.files)}: {len(graph.stages)} stages on {len(laid_out.workers)} workers, all sound")
+    needs = _estimated(laid_out)
+    for need in needs:
+        print(need)
+    refuse([need for need in needs if need.device != "cpu"])  # a graph for GPUs may be checked where there are none
 
 
 @app.command()
@@ -105,24 +114,46 @@ def predict(
     write: Annotated[Path | None, typer.Option(help="with --gpus: write the best split as a graph file")] = None,
 ) -> None:
     """Say how long a step of a graph will take, what decides that, and what changes would bring."""
-    _writable("--write", write)
+    writable("--write", write)
     if gpus is None and write is not None:
         raise BadInput("--write needs --gpus", "command line")
     if gpus is not None and what_if:
         raise BadInput("--gpus and --what-if ask for different tables: give one of them", "command line")
+    if rows is not None and rows < 1:
+        raise BadInput(f"--rows is {rows}, expected at least 1", "command line")
     graph, measured, options = opened(graphs or []), load_profile(profile), Options(rows=rows)
     if rows is not None and not any("rows" in s.measures for parts in measured.stages.values() for s in parts.values()):
         raise BadInput("--rows: the profile measures no rows, so there is no ETA", str(profile))
     if gpus is None:
-        Console().print(rendered(forecast(graph, measured, what_if or [], options)), highlight=False)
+        _show(rendered(forecast(graph, measured, what_if or [], options)))
         return
     splits = ranked(graph, measured, gpus, options)
-    Console().print(splits_table(splits), highlight=False)
+    _show(splits_table(splits))
     if write is not None:
         if splits[0].forecast is None:
             raise BadInput(f"no split of {gpus} GPUs is possible: {splits[0].refusal}", "command line")
-        write.write_text(written(splits[0]))
+        write.write_text(written(splits[0], _files(graphs or []), write.parent))
         print(f"written: {write} ({splits[0]})")
+
+
+def _estimated(laid_out: Plan) -> list[Need]:
+    """What each device needs. Where that depends on a model or on data that is not here yet, say so."""
+    try:
+        return estimate(laid_out)
+    except BadInput as error:
+        print(f"memory is not estimated: {error}")
+        return []
+
+
+def _show(table: RenderableType) -> None:
+    """Print it: as wide as the terminal, or, where there is none, as it is."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(table)
+        return
+    text = io.StringIO()
+    Console(file=text, width=10_000, highlight=False).print(table)
+    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
 
 
 def opened(arguments: list[str]) -> Graph:
@@ -135,7 +166,7 @@ def opened(arguments: list[str]) -> Graph:
     return graph
 
 
-def _writable(option: str, file: Path | None) -> None:
+def writable(option: str, file: Path | None) -> None:
     """Raise BadInput, before anything runs, where an option's file could not be written."""
     if file is None:
         return
@@ -169,6 +200,10 @@ def execute(
     on a signal. trace: file for the timeline.
     """
     laid_out = lay_out(graph)
+    needs = estimate(laid_out)
+    for need in needs:
+        console.print(str(need), markup=False, highlight=False, soft_wrap=True)
+    refuse(needs)
     with RunFolder(folder) as opened_folder:
         restored = read_snapshot(newest(folder)) if resume else None
         running = Run(laid_out, folder, restored)
@@ -210,8 +245,7 @@ def _stopping_after(seconds: float | None, running: Run) -> Iterator[None]:
 
 
 def _closing_lines(result: Result, folder: Path) -> Iterator[str]:
-    if result.account:
-        yield result.account
+    yield from result.account.splitlines()
     if result.unfinished:
         yield f"{result.unfinished} micro-batches of a last window that was not full were not stepped"
     if result.left_behind:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 from dflash_pipe.message import Stamp
 
-__all__ = ["Context", "FunctionStage", "Port", "Signature", "Source", "Stage", "signature"]
+__all__ = ["Context", "Footprint", "FunctionStage", "Port", "Signature", "Source", "Stage", "signature"]
 
 T = TypeVar("T")
 
@@ -56,6 +56,22 @@ class Context:
     report: Callable[[dict[str, Any]], None] = lambda metrics: None
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a stage needs on its device, at most; each part under a name.
+
+    held: what it has from `open` on. working: what it has beside that only while it computes. sent, window_sent: one
+    payload that it sends, and one that `end_window` returns. told: anything that those who receive its messages need
+    to know for their own footprint, such as the shapes of the messages; handed on unread.
+    """
+
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    working: dict[str, int] = dataclasses.field(default_factory=dict)
+    sent: int = 0
+    window_sent: int = 0
+    told: Any = None
+
+
 @dataclass_transform(kw_only_default=True)
 class Stage:
     """One kind of work. Subclasses are keyword-only dataclasses: their fields are the graph's `with:` keys."""
@@ -68,8 +84,17 @@ class Stage:
         def end_window(self) -> Any:
             """What is sent per window by a stage that fires per message."""
 
+        def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+            """What it will need on its device, estimated before anything is opened; told: port -> what its sender tells
+            (feedback ports have none). May raise `BadInput`."""
+
         def initial(self) -> Any:
             """The first token of a feedback channel; called after open and restore."""
+
+        @property
+        def measures(self) -> dict[str, float]:
+            """How large the work was that `process` has just done, beside what the payloads' own `measures` say:
+            name -> amount. The forecast tells from it what a key `max_NAME` or `num_NAME` does."""
 
         def state(self) -> dict[str, Any]:
             """numpy arrays and JSON values, flat; at most one stage of a graph has a state."""
@@ -102,7 +127,7 @@ class Source(Stage, Generic[T]):
         raise NotImplementedError
 
     def account(self, read: Any, done: Any) -> str:
-        """One line on what became of everything that was read, for the end of a run; "" if there is nothing to say.
+        """Lines on what became of everything that was read, for the end of a run; "" if there is nothing to say.
 
         read: cursor behind the last message that was sent; done: behind the last window that was finished (None: none).
         """

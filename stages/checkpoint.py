@@ -45,6 +45,7 @@ class Export(Stage):
         self.to = ctx.folder / self.folder
         self.config = keys.resolve()
         self.target = locate(keys.target, keys.revision).place
+        self.worthless = keys.weights == "random"
         recipe = recipe_of(self.data) if self.data else {}
         self.record: dict[str, Any] = {
             "target": keys.target,
@@ -79,6 +80,10 @@ class Export(Stage):
             print("no optimizer step was made: nothing is exported")
             return
         export(self.config, {**self.record, "step": self.newest.step}, self.newest.flat, self.to)
-        print(f"drafter of step {self.newest.step} exported to {self.to}; serve it with")
+        said = f"drafter of step {self.newest.step} exported to {self.to}"
+        if self.worthless:
+            print(f"{said}; it is WORTHLESS, because the target's weights are random")
+            return
+        print(f"{said}; serve it with")
         for line in launch_lines(self.to, self.target, self.config.block_size):
             print(f"  {line}")

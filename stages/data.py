@@ -1,8 +1,6 @@
 """The data stage: cut tokenised rows into micro-batches, once and for all topologies, and know where it stands.
 
-Batches are a pure function of (rows, settings, seed, epoch). Rows are shuffled, sorted by length inside pools so that
-little is padding, cut to the token budget, and the batches shuffled. All keys come from a counter-based generator
-(Philox, its raw 64-bit output), so no order depends on a global state, a platform, or a numpy version.
+Batches are a pure function of (rows, settings, seed, epoch): see `stages.batches`.
 """
 
 from __future__ import annotations
@@ -10,65 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from dflash_pipe import BadInput, Context, Source
+from dflash_pipe import BadInput, Context, Footprint, Source
 from stages.arrow_rows import ArrowRows
+from stages.batches import Cut, Epoch
+from stages.footprints import token_bytes
 from stages.messages import TokenBatch
 
-__all__ = ["Epoch", "TokenBatches", "cut_epoch"]
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """An epoch's batches: `rows[bounds[k]:bounds[k + 1]]` for k in `order`. rows [R'], bounds [n + 1], order [n]."""
-
-    rows: np.ndarray
-    bounds: np.ndarray
-    order: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def batch(self, number: int) -> np.ndarray:
-        """Row numbers of a batch, longest row first."""
-        k = self.order[number]
-        return self.rows[self.bounds[k] : self.bounds[k + 1]]
-
-
-def cut_epoch(
-    rows: np.ndarray,
-    lengths: np.ndarray,
-    *,
-    key: tuple[int, int],
-    max_tokens: int,
-    max_rows: int | None,
-    sort_pool: int,
-    multiple: int,
-) -> Epoch:
-    """Cut `rows` [R'] (row numbers; `lengths` [R'] beside them) into batches of at most `max_tokens` padded tokens.
-
-    key: (seed, epoch). A batch's padded tokens are its row count times its longest row, rounded up to `multiple`.
-    No row may be longer than the budget.
-    """
-    draws = np.random.Philox(key=np.array(key, dtype=np.uint64))
-    order = np.argsort(draws.random_raw(len(rows)), kind="stable")
-    bounds = [0]
-    for first in range(0, len(rows), sort_pool):
-        pool = order[first : first + sort_pool]
-        pool = pool[np.argsort(-lengths[pool], kind="stable")]
-        order[first : first + sort_pool] = pool
-        padded = (-(-lengths[pool] // multiple) * multiple).tolist()
-        at = 0
-        while at < len(padded):
-            at = min(at + min(max_tokens // padded[at], max_rows or max_tokens), len(padded))
-            bounds.append(first + at)
-    batches = np.argsort(draws.random_raw(len(bounds) - 1), kind="stable")
-    return Epoch(rows[order], np.array(bounds), batches)
+__all__ = ["TokenBatches"]
 
 
 class TokenBatches(Source[TokenBatch]):
@@ -76,15 +27,18 @@ class TokenBatches(Source[TokenBatch]):
 
     A row without two adjacent supervised tokens (after truncation) can have no anchor: it is dropped and counted at
     the beginning of each epoch. Every other row is in exactly one batch of each epoch. The cursor is {plan, epoch,
-    batch, done, rows, tokens}: `plan` is a digest of what decides the batches, and a cursor made under another one is
-    refused. rows: read = batched + dropped; tokens: real and padded.
+    batch, done, short, rows, tokens}: `plan` is a digest of what decides the batches, and a cursor made under another
+    one is refused. rows: read = batched + dropped; tokens: real and padded; short: batches with fewer rows than their
+    bucket has.
 
     path: an Arrow IPC file or a folder of them (see `stages.arrow_rows`). max_tokens: budget of a micro-batch, rows
     times padded length. max_length: longer rows lose their tail, and so do rows longer than the whole budget (counted
     as truncated). max_rows: at most so many rows in a micro-batch (null: as many as fit). epochs: times every row is
     read; null: as often as `steps` takes. steps: end after so many optimizer steps (null: when the epochs end).
     window: micro-batches in a step, the graph's own key. sort_pool: rows sorted by length together. pad_to_multiple:
-    lengths are padded to a multiple of it (fewer shapes for compiled kernels).
+    lengths are padded to a multiple of it (fewer shapes for compiled kernels). buckets: lengths that rows are padded
+    to, each with a fixed number of rows, so that nearly all micro-batches have one of so few shapes; max_length (or
+    max_tokens, if less) is always the longest of them (null: a row is padded to the longest of its micro-batch).
     """
 
     path: str
@@ -96,6 +50,7 @@ class TokenBatches(Source[TokenBatch]):
     window: int = 1
     sort_pool: int = 4096
     pad_to_multiple: int = 1
+    buckets: list[int] | None = None
 
     def check(self, replicas: int) -> None:
         at_least_one = ("max_tokens", "max_length", "max_rows", "epochs", "steps", "window", "sort_pool")
@@ -109,13 +64,37 @@ class TokenBatches(Source[TokenBatch]):
             raise BadInput(f"pad_to_multiple is {self.pad_to_multiple}, more than max_tokens ({self.max_tokens})")
         if min(self.max_length, self.max_tokens) < 2:
             raise BadInput("max_length and max_tokens must be at least 2: a draft needs an anchor and a token after it")
+        self._check_buckets()
+
+    def _check_buckets(self) -> None:
+        if self.buckets is None:
+            return
+        if not self.buckets or min(self.buckets) < 2 or self.buckets != sorted(set(self.buckets)):
+            raise BadInput(
+                f"buckets are {self.buckets}, expected increasing lengths such as [512, 1024, 2048], or null"
+            )
+        if self.pad_to_multiple > 1:
+            raise BadInput(f"buckets are given, and pad_to_multiple is {self.pad_to_multiple}: expected one of the two")
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """told: (rows, padded length) of the first epoch's micro-batches, each once. Looks at no more than lengths."""
+        self._open_rows()
+        rows = np.flatnonzero(self.lengths > 1)
+        shapes = self.cut.shapes(self.cut.epoch(rows, self.lengths[rows], (ctx.seed, 0)), self.lengths)
+        return Footprint(sent=max(map(token_bytes, shapes), default=0), told=shapes)
+
+    def _open_rows(self) -> None:
+        self.rows = ArrowRows(self.path)
+        budget = self.max_tokens // self.pad_to_multiple * self.pad_to_multiple
+        self.limit = min(self.max_length, budget)
+        buckets = () if self.buckets is None else (*(n for n in self.buckets if n < self.limit), self.limit)
+        self.cut = Cut(self.max_tokens, self.max_rows, self.sort_pool, self.pad_to_multiple, buckets)
+        self.lengths = np.minimum(self.rows.lengths, self.limit)
 
     def open(self, ctx: Context) -> None:
         self.check(replicas=1)
         self.ctx = ctx
-        self.rows = ArrowRows(self.path)
-        budget = self.max_tokens // self.pad_to_multiple * self.pad_to_multiple
-        self.limit = min(self.max_length, budget)
+        self._open_rows()
         usable = self.rows.usable(self.limit)
         self.kept = np.flatnonzero(usable)
         if not len(self.kept):
@@ -123,7 +102,6 @@ class TokenBatches(Source[TokenBatch]):
                 f"{self.path}: none of {len(self.rows)} rows has two adjacent supervised tokens"
                 f" among its first {self.limit} (is loss_mask all zero?)"
             )
-        self.lengths = np.minimum(self.rows.lengths, self.limit)
         self.dropped = {
             "empty": int((self.rows.lengths == 0).sum()),
             "no two adjacent supervised tokens": int((~usable & (self.rows.lengths > 0)).sum()),
@@ -138,6 +116,7 @@ class TokenBatches(Source[TokenBatch]):
             self.max_rows,
             self.sort_pool,
             self.pad_to_multiple,
+            self.cut.buckets,
             self.ctx.seed,
         ]
         digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
@@ -146,15 +125,7 @@ class TokenBatches(Source[TokenBatch]):
         return digest.hexdigest()
 
     def _epoch(self, number: int) -> Epoch:
-        return cut_epoch(
-            self.kept,
-            self.lengths[self.kept],
-            key=(self.ctx.seed, number),
-            max_tokens=self.max_tokens,
-            max_rows=self.max_rows,
-            sort_pool=self.sort_pool,
-            multiple=self.pad_to_multiple,
-        )
+        return self.cut.epoch(self.kept, self.lengths[self.kept], (self.ctx.seed, number))
 
     def _count(self) -> int:
         """Micro-batches of the whole training: the epochs' or the steps', whichever end first."""
@@ -179,7 +150,10 @@ class TokenBatches(Source[TokenBatch]):
                 at["epoch"], at["batch"] = at["epoch"] + 1, 0
 
     def account(self, read: Any, done: Any) -> str:
-        """Every row that was read is finished, dropped, or was in flight at the end. Raises RuntimeError if not."""
+        """Every row that was read is finished, dropped, or was in flight at the end; how much was padding.
+
+        Raises RuntimeError if the rows do not add up.
+        """
         if read is None:
             return ""
         trained = done["rows"]["batched"] if done else 0
@@ -191,18 +165,29 @@ class TokenBatches(Source[TokenBatch]):
         )
         if read["rows"]["read"] != trained + sum(dropped.values()) + in_flight or in_flight < 0:
             raise RuntimeError(f"{line} + {in_flight:,} in flight does not add up")
-        return f"{line} + {in_flight:,} in flight"
+        return "\n".join([f"{line} + {in_flight:,} in flight", *self._padding(done)])
+
+    def _padding(self, done: Any) -> Iterator[str]:
+        """One line on the padding in what was finished."""
+        if not done:
+            return
+        real, padded = done["tokens"]["real"], done["tokens"]["padded"]
+        line = f"tokens: {real:,} finished + {padded - real:,} of padding ({1 - real / padded:.1%} of all)"
+        if self.cut.buckets:
+            shapes = len(self.cut.shapes(self._epoch(0), self.lengths))
+            line += f"; {shapes} shapes, {done['short']:,} of {done['done']:,} micro-batches short of rows"
+        yield line
 
     def _resume(self, cursor: Any) -> dict[str, Any]:
         if cursor is None:
             rows = {"read": 0, "batched": 0, "truncated": 0, "dropped": dict.fromkeys(self.dropped, 0)}
             tokens = {"real": 0, "padded": 0}
-            return {"plan": self.plan, "epoch": 0, "batch": 0, "done": 0, "rows": rows, "tokens": tokens}
+            return {"plan": self.plan, "epoch": 0, "batch": 0, "done": 0, "short": 0, "rows": rows, "tokens": tokens}
         at: dict[str, Any] = json.loads(json.dumps(cursor))  # a copy that shares nothing
         if at.get("plan") != self.plan:
             raise BadInput(
                 f"cannot go on in {self.path}: the rows, the seed or one of max_tokens, max_length, max_rows,"
-                " sort_pool, pad_to_multiple is another than when the snapshot was written"
+                " sort_pool, pad_to_multiple, buckets is another than when the snapshot was written"
             )
         return at
 
@@ -212,6 +197,7 @@ class TokenBatches(Source[TokenBatch]):
         size, padded = batch.input_ids.shape
         at["batch"] += 1
         at["done"] += 1
+        at["short"] += bool(self.cut.buckets) and size < self.cut.rows(padded)
         at["rows"]["read"] += size
         at["rows"]["batched"] += size
         at["rows"]["truncated"] += int((self.rows.lengths[batch.sample.numpy()] > self.limit).sum())
@@ -222,7 +208,7 @@ class TokenBatches(Source[TokenBatch]):
 
     def _batch(self, rows: np.ndarray, epoch: int, progress: tuple[float, float]) -> TokenBatch:
         lengths = self.lengths[rows]
-        padded = -(-int(lengths.max()) // self.pad_to_multiple) * self.pad_to_multiple
+        padded = int(self.cut.padded(lengths.max()))
         ids = np.zeros((len(rows), padded), dtype=np.int64)
         mask = np.zeros((len(rows), padded), dtype=bool)
         for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):

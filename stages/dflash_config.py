@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from dflash_pipe import BadInput
 from dflash_pipe.errors import nearest
+from stages.sized_models import refuse_weights
 
 __all__ = ["FULL", "SLIDING", "ArchitectureKeys", "DrafterConfig", "DrafterKeys", "resolve_mask_token"]
 
@@ -215,6 +216,9 @@ class DrafterKeys(ArchitectureKeys):
             raise BadInput(f"block_size is {self.block_size}, expected at least 2 (one anchor and one drafted token)")
         if isinstance(self.mask_token_id, str) and self.mask_token_id != "auto":
             raise BadInput(f'mask_token_id is {self.mask_token_id!r}, expected a token id or "auto"')
+        refuse_weights(self.target, self.weights)
+        if self.target.startswith("sizes:") and self.mask_token_id == "auto":
+            raise BadInput(f'mask_token_id is "auto", but target {self.target!r} has no tokenizer: give an id')
         if self.sliding_layers is not None and self.sliding_window is None:
             raise BadInput("sliding_layers is set, but sliding_window is not")
         if self.sliding_layers is not None and not 1 <= self.sliding_layers <= self.num_layers:
@@ -229,11 +233,23 @@ class DrafterKeys(ArchitectureKeys):
 
         Raises BadInput for a target whose config lacks a number, or a MASK id that is in use.
         """
+        config = self._target_config()
+        return self._derive(config, self._mask_token(config))
+
+    def sizes(self) -> DrafterConfig:
+        """The same numbers without a look at the tokenizer, for estimates: MASK is 0 whatever it will be."""
+        return self._derive(self._target_config(), 0)
+
+    def _target_config(self) -> Any:
         # Imported here: transformers takes seconds to import, and reading an exported config does not need it.
-        from stages.target_model import resolve_layers, text_config
+        from stages.target_model import text_config
 
         self.check()
-        config = text_config(self.target, self.revision)
+        return text_config(self.target, self.revision)
+
+    def _derive(self, config: Any, mask_token_id: int) -> DrafterConfig:
+        from stages.target_model import resolve_layers
+
         target_layers = int(_from_target(config, "num_hidden_layers", self.target))
         hidden = int(_from_target(config, "hidden_size", self.target))
         heads = self.num_attention_heads or int(_from_target(config, "num_attention_heads", self.target))
@@ -258,7 +274,7 @@ class DrafterKeys(ArchitectureKeys):
             sliding_window=self.sliding_window,
             block_size=self.block_size,
             num_target_layers=target_layers,
-            mask_token_id=self._mask_token(config),
+            mask_token_id=mask_token_id,
             target_layer_ids=tuple(resolve_layers(self.layers, target_layers)),
         )
 

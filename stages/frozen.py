@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.model_source import ModelSource, Weights, first_line, locate, text_config
+from stages.sized_models import refuse_weights
 
 __all__ = ["Frozen", "load_frozen", "random_embedding"]
 
@@ -44,6 +45,7 @@ def load_frozen(
     the target scales its embedding or caps its logits.
     """
     source, config, device = locate(model, revision), text_config(model, revision), torch.device(device)
+    refuse_weights(model, weights)
     _refuse_scaled(source, config)
     if weights == "random":
         embed = random_embedding(config, dtype, device)

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedCo
 from transformers.utils import logging
 
 from dflash_pipe.errors import BadInput, nearest
+from stages.sized_models import sized_directory
 from stages.smollm2 import smollm2_directory
 from stages.tiny_models import TINY_MODELS, tiny_directory
 
@@ -59,16 +60,18 @@ class ModelSource:
 
 
 def locate(model: str, revision: str | None = None) -> ModelSource:
-    """Find `model`: a directory, `tiny:llama|qwen3|qwen3_5`, `package:smollm2`, or a hub id such as `Qwen/Qwen3-8B`.
+    """Find `model`: a directory, `tiny:NAME`, `sizes:NAME`, `package:smollm2`, or a hub id such as `Qwen/Qwen3-8B`.
 
     Nothing is fetched from the hub yet. Raises `BadInput` for a name that cannot be a model, for a file, for a
     directory without config.json, and for a revision of something that is not on the hub.
     """
     if not isinstance(model, str) or not model.strip():
-        raise BadInput(f"target {model!r}: expected a directory, a hub id, package:smollm2 or tiny:NAME")
+        raise BadInput(f"target {model!r}: expected a directory, a hub id, package:smollm2, tiny:NAME or sizes:NAME")
     kind, colon, name = model.partition(":")
     path = Path(model).expanduser()
-    if colon and kind in ("tiny", "package"):
+    if colon and kind == "sizes":
+        place = str(sized_directory(name))
+    elif colon and kind in ("tiny", "package"):
         place = _made_here(model, kind, name)
     elif path.is_dir() or path.exists():
         place = str(path)

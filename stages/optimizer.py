@@ -6,7 +6,6 @@ Decoupled weight decay (arXiv 1711.05101); linear warm-up, then half a cosine. P
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from typing import Any, Literal
 
@@ -15,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dflash_pipe import BadInput, Context, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.dflash_loss import Sums
 from stages.dflash_model import DFlashModel, DrafterKeys, initial_parameters, parameter_layout
+from stages.footprints import parameter_count
 from stages.messages import Gradients, Parameters, Partial
+from stages.splitmix import digest
 from stages.target_model import resolve_dtype
 
 __all__ = ["AdamW", "learning_rate"]
@@ -46,7 +47,7 @@ class AdamW(Stage):
     nonfinite: what to do about a loss or gradient that is not finite: "halt" raises FloatingPointError and names the
     step, "skip" leaves weights and moments as they are, counts the window and says so in the metrics. A window without
     any supervised token changes nothing either and is counted as `empty`.
-    digest: put the SHA-256 of the summed gradient's float32 bytes into the metrics.
+    digest: put a hash of the summed gradient's bits into the metrics.
 
     The published weights are a fresh copy in the drafter's compute dtype; masters and moments stay float32.
     """
@@ -76,6 +77,14 @@ class AdamW(Stage):
             raise BadInput(f"weight_decay is {self.weight_decay} and eps {self.eps}, expected numbers >= 0")
         DrafterKeys.pick(self.drafter).check()
 
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Masters and two moments in float32; while it steps, the partials' sum and that divided by the weight."""
+        keys = DrafterKeys.pick(self.drafter)
+        size = parameter_count(keys.sizes())
+        sums = 2 if self.drafter.get("partials", 1) > 1 else 1  # a single partial is used as it came
+        sent = size * resolve_dtype(keys.dtype, ctx.device).itemsize
+        return Footprint({"float32 weights and moments": 12 * size}, {"gradient": 4 * size * sums}, sent=sent)
+
     def open(self, ctx: Context) -> None:
         keys = DrafterKeys.pick(self.drafter)
         self.config = keys.resolve()
@@ -97,20 +106,17 @@ class AdamW(Stage):
         after = max(g.progress[1] for g in grads)
         metrics: dict[str, Any] = sums.metrics()
         if self.digest:
-            metrics["digest"] = hashlib.sha256(gradient.cpu().numpy().tobytes()).hexdigest()
+            metrics["digest"] = digest(gradient)
         weight = float(sums.weight)
         metrics["lr"] = learning_rate(self.lr, self.warmup, before, after)
         if weight == 0.0:
             self._counters["empty"] += 1
             return self._publish(metrics | {"grad_norm": 0.0})
-        gradient = gradient / weight
-        norm = torch.linalg.vector_norm(gradient)
-        metrics["grad_norm"] = float(norm)
+        metrics["grad_norm"] = norm = float(torch.linalg.vector_norm(gradient)) / weight
         if not (math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])):
             return self._not_finite(metrics)
-        if self.max_norm is not None and metrics["grad_norm"] > self.max_norm:
-            gradient.mul_(self.max_norm / norm)
-        self._update(gradient, metrics["lr"])
+        clipped = 1.0 if self.max_norm is None else min(1.0, self.max_norm / max(norm, self.max_norm))
+        self._update(gradient * (clipped / weight), metrics["lr"])
         return self._publish(metrics)
 
     def _not_finite(self, metrics: dict[str, Any]) -> Parameters:

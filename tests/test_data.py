@@ -119,6 +119,40 @@ def test_laws(tmp_path: Path, lengths: list[int], supervised: int, cut: int, **f
     assert [(c, digest(b)) for c, b in rest if b] == [(c, digest(b)) for c, b in everything[cut + 1 :] if b]
 
 
+@laws
+@given(
+    lengths=row_lengths,
+    max_tokens=st.integers(8, 100),
+    max_rows=st.none() | st.integers(1, 4),
+    buckets=st.lists(st.integers(2, 50), min_size=1, max_size=4, unique=True).map(sorted),
+    cut=st.integers(0, 200),
+)
+def test_laws_of_buckets(tmp_path: Path, lengths: list[int], cut: int, **fields: Any) -> None:
+    """Each row once an epoch, padded to the least bucket that holds it; all micro-batches of a bucket have its number
+    of rows, but for at most one an epoch, of the same size in every epoch; any cursor gives the identical remainder."""
+    path = write(tmp_path / "rows.arrow", [row(n + 2) for n in lengths])
+    stage = source(path, epochs=2, **fields)
+    limit = min(32, fields["max_tokens"])
+    buckets = [*(n for n in fields["buckets"] if n < limit), limit]
+    full = {n: min(fields["max_tokens"] // n, fields["max_rows"] or 100) for n in buckets}
+    everything = list(stage.read(None))
+    batches = [b for _, b in everything if b]
+    seen = Counter((b.epoch, k) for b in batches for k in b.sample.tolist())
+    assert seen == Counter((epoch, k) for epoch in (0, 1) for k in range(len(lengths)))
+    for b in batches:
+        assert all(b.input_ids.shape[1] == min(n for n in buckets if n >= length) for length in b.lengths.tolist())
+    shapes = [Counter(tuple(b.input_ids.shape) for b in batches if b.epoch == epoch) for epoch in (0, 1)]
+    assert shapes[0] == shapes[1]
+    short = {shape: count for shape, count in shapes[0].items() if shape[0] < full[shape[1]]}
+    assert all(rows <= full[length] for rows, length in shapes[0]) and set(short.values()) <= {1}
+    assert len({length for _, length in short}) == len(short)
+    assert everything[-1][0]["short"] == 2 * len(short)
+    assert f"; {len(shapes[0])} shapes, {2 * len(short)} of {len(batches)} " in stage.account(*[everything[-1][0]] * 2)
+    cut %= len(everything)
+    rest = list(source(path, epochs=2, **fields).read(json.loads(json.dumps(everything[cut][0]))))
+    assert [(c, digest(b)) for c, b in rest if b] == [(c, digest(b)) for c, b in everything[cut + 1 :] if b]
+
+
 def order(stage: TokenBatches, epoch: int = 0) -> list[list[int]]:
     return [b.sample.tolist() for _, b in stage.read(None) if b and b.epoch == epoch]
 
@@ -276,12 +310,15 @@ def test_bad_parameters(tmp_path: Path) -> None:
     assert "both null" in refused(path, epochs=None)
     assert "pad_to_multiple is 128" in refused(path, pad_to_multiple=128)
     assert "at least 2" in refused(path, max_length=1)
+    for buckets in ([], [0, 8], [16, 8], [8, 8]):
+        assert f"buckets are {buckets}, expected increasing lengths" in refused(path, buckets=buckets)
+    assert "expected one of the two" in refused(path, buckets=[8], pad_to_multiple=8)
 
 
 def test_cursor_of_other_settings_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.arrow", [row(8) for _ in range(32)])
     cursor = next(iter(source(path).read(None)))[0]
-    others: list[dict[str, Any]] = [{"seed": 8}, {"max_tokens": 32}, {"max_length": 7}]
+    others: list[dict[str, Any]] = [{"seed": 8}, {"max_tokens": 32}, {"max_length": 7}, {"buckets": [16]}]
     for fields in others:
         with pytest.raises(BadInput, match="cannot go on"):
             next(source(path, **fields).read(cursor))
@@ -298,8 +335,9 @@ def test_every_row_is_accounted_for(tmp_path):
     cursors = [cursor for cursor, _ in stage.read(None)]
     assert stage.account(None, None) == ""
     assert stage.account(cursors[1], None).endswith(" + 4 in flight")
-    line = stage.account(cursors[-1], cursors[-1])
+    line, padding = stage.account(cursors[-1], cursors[-1]).splitlines()
     assert line.startswith("rows: 24 read = 16 finished + 8 dropped (") and line.endswith(" + 0 in flight")
+    assert padding == "tokens: 64 finished + 0 of padding (0.0% of all)"
     lost = {**cursors[-1], "rows": {**cursors[-1]["rows"], "read": 25}}
     with pytest.raises(RuntimeError, match="does not add up"):
         stage.account(lost, cursors[-1])

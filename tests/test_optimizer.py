@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from typing import Any
@@ -20,6 +19,7 @@ from stages.dflash_loss import Sums
 from stages.dflash_model import DFlashModel, initial_parameters, parameter_layout
 from stages.messages import Gradients, Parameters, Partial
 from stages.optimizer import AdamW, learning_rate
+from stages.splitmix import digest
 from tests.drafters import normal
 
 DRAFTER: dict[str, Any] = {
@@ -147,9 +147,9 @@ def test_partials_are_added_in_order_of_their_number() -> None:
     given_ = Gradients({i: Partial(gradients[i], partial(0).sums) for i in (3, 1, 0, 2)}, (0.0, 1.0))
     found = stage.process((given_,)).metrics["digest"]
     expected = ((gradients[0] + gradients[1]) + gradients[2]) + gradients[3]
-    assert found == hashlib.sha256(expected.numpy().tobytes()).hexdigest()
+    assert found == digest(expected)
     other = ((gradients[3] + gradients[2]) + gradients[1]) + gradients[0]
-    assert found != hashlib.sha256(other.numpy().tobytes()).hexdigest()
+    assert found != digest(other)
 
 
 def test_what_was_received_is_not_written_to() -> None:

@@ -1,0 +1,203 @@
+"""Memory is added up per device before anything is loaded: stages, messages on their way, and what cannot coincide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_pipe import BadInput, Context, Footprint, Source, Stage, Transport
+from dflash_pipe.check import check
+from dflash_pipe.graph import load
+from dflash_pipe.memory import Need, estimate, memory_table, refuse
+from dflash_pipe.plan import plan
+
+GIB = 2**30
+
+
+class SmallDevices(Transport):
+    """Two accelerators of 10 GiB that no program can reach."""
+
+    def accelerators(self) -> list[str]:
+        return ["gpu:0", "gpu:1"]
+
+    def memory(self, device: str) -> tuple[int, int] | None:
+        return None if device == "cpu" else (0, 10 * GIB)
+
+
+@dataclass(frozen=True)
+class Item:
+    pass
+
+
+class Data(Source[Item]):
+    rows: int = 3
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        if self.rows < 0:
+            raise BadInput("no data there")
+        return Footprint(sent=1, told=self.rows)
+
+    def read(self, cursor: Any) -> Iterator[tuple[Any, Item | None]]:
+        yield from ()
+
+
+class Target(Stage):
+    weights: int = 2 * GIB
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        rows = told["item"]
+        return Footprint({"weights": self.weights}, {"forward": GIB}, sent=rows * 1000, told=rows)
+
+    def process(self, item: Item) -> Item:
+        return item
+
+
+class Drafter(Stage):
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        assert set(told) == {"features"}
+        share = 1024 // ctx.replicas
+        return Footprint({"weights": 7}, {"step": told["features"] * GIB}, window_sent=share)
+
+    def process(self, features: Item, params: Item) -> None: ...
+
+    def end_window(self) -> Item:
+        return Item()
+
+
+class Optimizer(Stage):
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        return Footprint({"masters": 70}, {"gradient": 2 * GIB}, sent=500)
+
+    def initial(self) -> Item:
+        return Item()
+
+    def process(self, grads: tuple[Item, ...]) -> Item:
+        return grads[0]
+
+
+def sink(params: Item) -> None: ...
+
+
+GRAPH = """\
+window: 4
+transport: "tests.test_memory:SmallDevices"
+stages:
+  data: {use: "tests.test_memory:Data"}
+  target: {use: "tests.test_memory:Target"}
+  drafter: {use: "tests.test_memory:Drafter"}
+  optimizer: {use: "tests.test_memory:Optimizer"}
+  track: {use: "tests.test_memory:sink"}
+channels:
+  batches: {from: data, to: target}
+  features: {from: target, to: drafter.features}
+  grads: {from: drafter, to: optimizer, per: window}
+  params: {from: optimizer, to: drafter.params, per: window, broadcast: true, initial: 1}
+  metrics: {from: optimizer, to: track, per: window}
+"""
+SEQUENTIAL = "workers: {main: {stages: [data, target, drafter, optimizer, track], device: gpu:0}}\n"
+OVERLAPPED = """\
+workers:
+  loader: {stages: [data], device: cpu}
+  target: {stages: [target], device: "gpu:0"}
+  drafter: {stages: [drafter], device: "gpu:1"}
+  optim: {stages: [optimizer, track], device: "gpu:1"}
+"""
+
+
+def needs(folder: Path, workers: str, *overrides: str) -> dict[str, Need]:
+    file = folder / "graph.yaml"
+    file.write_text(GRAPH + workers)
+    graph = load([file], overrides)
+    check(graph)
+    return {need.device: need for need in estimate(plan(graph))}
+
+
+def sizes(need: Need) -> dict[str, int]:
+    """Part -> bytes, messages without their words."""
+    return {name.partition(" message")[0]: size for name, size in need.parts}
+
+
+def test_parts_and_messages_lie_where_they_are_needed(tmp_path: Path) -> None:
+    found = needs(tmp_path, OVERLAPPED)
+    assert sizes(found["cpu"]) == {"batches: 1": 1}
+    assert sizes(found["gpu:0"]) == {
+        "target: weights": 2 * GIB,
+        "target: forward, at work": GIB,
+        "features: 1": 3000,  # being made
+        "batches: 4": 4,  # a capacity of 2, one about to be put in, one in use
+    }
+    assert sizes(found["gpu:1"]) == {
+        "drafter: step, at work": 3 * GIB,  # and not the optimizer's gradient: the two wait for each other
+        "features: 4": 12000,
+        "grads: 1": 1024,  # one token goes round: the sums are there once, wherever they are
+        "params: 2": 1000,  # the newest, and those that were held; the same payload goes to track
+        "optimizer: masters": 70,
+        "drafter: weights": 7,
+    }
+    assert found["gpu:1"].total == 3 * GIB + 12000 + 1024 + 1000 + 77
+    assert found["gpu:1"].has == 10 * GIB
+
+
+def test_stages_of_one_worker_work_one_after_the_other(tmp_path: Path) -> None:
+    parts = sizes(needs(tmp_path, SEQUENTIAL)["gpu:0"])
+    assert [name for name in parts if name.endswith("at work")] == ["drafter: step, at work"]
+    assert parts["features: 1"] == 3000 and parts["params: 1"] == 500 and parts["grads: 1"] == 1024
+    parts = sizes(needs(tmp_path, SEQUENTIAL, "data.rows=0")["gpu:0"])
+    assert [name for name in parts if name.endswith("at work")] == ["optimizer: gradient, at work"]
+
+
+def test_what_may_run_ahead_is_added(tmp_path: Path) -> None:
+    """Two tokens: the drafter computes the next window while the optimizer steps. The target always may."""
+    parts = sizes(needs(tmp_path, OVERLAPPED, "params.initial=2", "target.device=gpu:1")["gpu:1"])
+    working = {name for name in parts if name.endswith("at work")}
+    assert working == {"drafter: step, at work", "optimizer: gradient, at work", "target: forward, at work"}
+    assert parts["grads: 2"] == 2048 and parts["params: 3"] == 1500
+
+
+def test_bounds_of_channels_and_of_credits(tmp_path: Path) -> None:
+    def features(*overrides: str) -> set[str]:
+        return {name for name in sizes(needs(tmp_path, OVERLAPPED, *overrides)["gpu:1"]) if "features" in name}
+
+    assert features("features.capacity=5") == {"features: 7"}
+    assert features("features.capacity={items: 5, bytes: 6000}") == {"features: 4"}
+    assert features("credits={messages: 1}") == {"features: 2"}
+    assert features("target.replicas=2") == {"features: 7"}  # two of them may be 6 ahead of the merge
+    apart = needs(
+        tmp_path, OVERLAPPED, "drafter.replicas=2", "drafter.take=round_robin", "drafter.device=[gpu:0, gpu:1]"
+    )
+    assert sizes(apart["gpu:0"])["grads: 1"] == 512 and sizes(apart["gpu:1"])["grads: 2"] == 1024
+    assert "drafter[0]: step, at work" in sizes(apart["gpu:0"])
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_its_largest_part(tmp_path: Path) -> None:
+    refuse(list(needs(tmp_path, OVERLAPPED).values()))
+    too_much = needs(tmp_path, OVERLAPPED, "data.rows=11")
+    with pytest.raises(BadInput) as caught:
+        refuse(list(too_much.values()))
+    assert str(caught.value) == (
+        "gpu:1 needs about 11.0 GiB, has 10.0 GiB: the largest part is drafter: step, at work (11.0 GiB); "
+        "expected less of it, or a part of the stages on another device"
+    )
+    assert str(too_much["gpu:0"]) == (
+        "gpu:0 needs about 3.0 GiB of 10.0 GiB, the largest part is target: weights (2.0 GiB)"
+    )
+    lines = memory_table(list(too_much.values())).splitlines()
+    assert "  gpu:0  3.0 GiB of 10.0 GiB" in lines and "      2.0 GiB  target: weights" in lines
+
+
+def test_the_cpu_is_refused_only_what_is_clearly_too_much() -> None:
+    parts = (("target: weights", 12 * GIB),)
+    refuse([Need("cpu", parts, 10 * GIB), Need("gpu:0", parts, None)])
+    with pytest.raises(BadInput, match="cpu needs about 12"):
+        refuse([Need("cpu", parts, 7 * GIB)])
+    with pytest.raises(BadInput, match="gpu:0 needs about 12"):
+        refuse([Need("gpu:0", parts, 10 * GIB)])
+
+
+def test_a_graph_that_says_nothing_needs_nothing() -> None:
+    graph = load(["graphs/toy/overlapped.yaml"])
+    assert estimate(plan(graph)) == []
