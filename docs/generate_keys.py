@@ -97,7 +97,13 @@ def shipped_stages() -> Iterator[tuple[str, type[Stage] | Callable[..., Any]]]:
     files = Path(graphs.__file__).parent.rglob("*.yaml")
     used = {use for file in files for use in re.findall(r"""use:\s*["']?([\w.]+:\w+)""", file.read_text())}
     for module in sorted(pkgutil.iter_modules(stages.__path__, "stages."), key=lambda m: m.name):
-        for name, member in sorted(vars(importlib.import_module(module.name)).items()):
+        try:
+            members = vars(importlib.import_module(module.name))
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            continue  # kernels, where Triton is not installed: they hold no stages
+        for name, member in sorted(members.items()):
             use = f"{module.name}:{name}"
             own = getattr(member, "__module__", None) == module.name
             if own and ((inspect.isclass(member) and issubclass(member, Stage)) or use in used):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 
-from dflash_pipe import BadInput, Context, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.autotune import make_thread_safe
+from stages.footprints import feature_bytes, forward_bytes
 from stages.messages import FeatureBatch, TokenBatch
-from stages.target_model import Dtype, Weights, load_truncated
+from stages.sized_models import refuse_weights
+from stages.target_model import Dtype, Weights, load_truncated, resolve_dtype, resolve_layers, text_config, weight_count
 from stages.tuning import keep_tuning, tuning_file
 
 __all__ = ["TargetForward"]
@@ -16,9 +20,12 @@ __all__ = ["TargetForward"]
 class TargetForward(Stage):
     """Run the target up to its highest captured layer.
 
-    model: directory, hub id, `package:smollm2` or `tiny:NAME`. revision: of a hub id. layers: how many layers are
-    captured, or their ids. dtype: "auto" is float32 on a CPU and bfloat16 on a GPU.
-    weights: "random" takes fixed random ones from the config alone, to measure without a checkpoint.
+    model: directory, hub id, `package:smollm2`, `tiny:NAME`, or `sizes:NAME` (an architecture alone, for weights:
+    random). revision: of a hub id. layers: how many layers are captured, or their ids. dtype: "auto" is float32 on a
+    CPU and bfloat16 on a GPU. weights: "random" takes fixed random ones from the config alone, to measure without a
+    checkpoint. forward: "fused" runs the layers as fused kernels on a GPU, where there are kernels for them; "plain" as
+    transformers does. shapes: [[rows, padded length], ...] that most micro-batches will have; on a GPU each is tuned
+    and captured in a CUDA graph at the start, which changes no result and spares the host nearly all of its work.
     """
 
     model: str
@@ -26,13 +33,41 @@ class TargetForward(Stage):
     layers: int | list[int] = 5
     dtype: Dtype = "auto"
     weights: Weights = "pretrained"
+    forward: Literal["fused", "plain"] = "fused"
+    shapes: list[list[int]] | None = None
+
+    def check(self, replicas: int) -> None:
+        refuse_weights(self.model, self.weights)
+        for shape in self.shapes or ():
+            if len(shape) != 2 or min(shape) < 1:
+                raise BadInput(f"shapes: {shape} is no shape, expected [rows, padded length] such as [3, 2048]")
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Weights up to the highest captured layer; one forward pass of the largest micro-batch, whose memory and
+        result are held where shapes are captured in graphs; told: the shapes of the micro-batches."""
+        config = text_config(self.model, self.revision)
+        width = len(resolve_layers(self.layers, config.num_hidden_layers)) * config.hidden_size
+        itemsize = resolve_dtype(self.dtype, ctx.device).itemsize
+        held = {"weights": weight_count(self.model, self.revision, self.layers, ctx.device) * itemsize}
+        shapes = told["batch"] or []
+        rows, length = max(shapes, key=lambda shape: shape[0] * shape[1], default=(0, 0))
+        forward = forward_bytes(config, (rows, length), itemsize) + rows * length * width * itemsize
+        held[f"forward pass of {rows} x {length} tokens"] = forward
+        return Footprint(held, sent=feature_bytes((rows, length), width, itemsize), told=shapes)
 
     def open(self, ctx: Context) -> None:
-        self._target = load_truncated(self.model, self.revision, self.layers, self.dtype, ctx.device, self.weights)
+        if self.weights == "random" and ctx.replica == 0:
+            print(f"RANDOM WEIGHTS: target {self.model!r} has learned nothing, what is trained for it is worthless")
+        plain = self.forward == "plain"
+        where = self.model, self.revision, self.layers, self.dtype, ctx.device, self.weights
+        self._target = load_truncated(*where, plain=plain)
         self._checked = False
         if ctx.device.startswith("cuda"):
             make_thread_safe()
             keep_tuning(tuning_file(ctx.folder), torch.cuda.get_device_name(ctx.device))
+            captured = self._target.prepare([(rows, length) for rows, length in self.shapes or ()])
+            if ctx.replica == 0:
+                print(f"target: {self._target.forward}, {captured} shapes in CUDA graphs")
 
     def process(self, batch: TokenBatch) -> FeatureBatch:
         """[B, S] token ids -> [B, S, K·H] hidden states. Raises `BadInput` for ids outside the target's vocabulary."""
@@ -51,6 +86,11 @@ class TargetForward(Stage):
                 f"token ids {lowest}..{highest} do not fit target {self.model!r}, which has 0..{last}: "
                 "was the data prepared with another model's tokenizer?"
             )
+
+    def finish(self) -> None:
+        replayed, others = self._target.counted
+        if replayed:
+            print(f"target: {replayed} micro-batches in the shapes of its CUDA graphs, {others} in others")
 
     def close(self) -> None:
         self._target = None  # type: ignore[assignment]

@@ -14,13 +14,15 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from dflash_pipe.errors import BadInput, nearest
 from stages.frozen import Frozen, load_frozen, random_embedding
 from stages.model_source import ModelSource, Weights, first_line, load_tokenizer, locate, quiet, text_config
+from stages.sized_models import refuse_weights
+from stages.truncated_target import TruncatedTarget
 
 __all__ = [
     "Dtype",
@@ -34,17 +36,15 @@ __all__ = [
     "reference_kernels_on_cpu",
     "resolve_dtype",
     "resolve_layers",
+    "shortened",
     "text_config",
+    "weight_count",
 ]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KERNEL_PACKAGES = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
-# Models whose forward takes the attention mask as a dict {layer type: mask}: a dict of Nones is the plain causal
-# mask without a look at the batch's data, which on a GPU would be a synchronisation a forward.
-_TAKES_MASK_DICT = ("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-
 _AUTO: Any = AutoModelForCausalLM
 log = logging.getLogger("dflash_pipe")
 
@@ -96,56 +96,6 @@ def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch
     return _DTYPES[dtype]
 
 
-class TruncatedTarget:
-    """The target up to its highest captured layer: no later layer, no final norm, no lm_head, no cache.
-
-    layers: the captured ids. features: K·H. vocab_size: token ids are below it. One object serves one thread.
-    """
-
-    def __init__(self, decoder: Any, layers: list[int]) -> None:
-        self.layers = layers
-        self.hidden_size: int = decoder.config.hidden_size
-        self.features = len(layers) * self.hidden_size
-        self.vocab_size: int = decoder.config.vocab_size
-        self._decoder = decoder
-        self._mask = _no_mask(decoder.config)
-        self._captured: Tensor | None = None
-        for k, i in enumerate(layers):
-            decoder.layers[i].register_forward_hook(self._keep(k))
-
-    def _keep(self, k: int) -> Any:
-        columns = slice(k * self.hidden_size, (k + 1) * self.hidden_size)
-
-        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if self._captured is None:
-                self._captured = hidden.new_empty(*hidden.shape[:2], self.features)
-            self._captured[..., columns] = hidden
-
-        return hook
-
-    @torch.no_grad()  # not inference_mode: the drafter's backward saves what comes out of here
-    def __call__(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Hidden states [B, S, K·H] of right-padded rows, captured layers side by side, in the target's dtype.
-
-        input_ids: [B, S] int64. lengths: [B] int64, real tokens of each row; behind them the result is 0, whatever
-        the padding is. No mask is needed: every layer is causal, so padding on the right reaches no real token.
-        """
-        self._captured = None
-        self._decoder(input_ids=input_ids, attention_mask=self._mask, use_cache=False)
-        hidden, self._captured = self._captured, None
-        assert hidden is not None  # the hooks ran
-        padding = torch.arange(input_ids.shape[1], device=hidden.device) >= lengths.to(hidden.device)[:, None]
-        return hidden.masked_fill_(padding[..., None], 0)
-
-
-def _no_mask(config: PretrainedConfig) -> dict[str, None] | None:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if config.model_type in _TAKES_MASK_DICT and kinds and kinds <= {"full_attention", "linear_attention"}:
-        return dict.fromkeys(sorted(kinds))
-    return None
-
-
 def load_truncated(
     model: str,
     revision: str | None,
@@ -153,24 +103,43 @@ def load_truncated(
     dtype: Dtype | torch.dtype,
     device: str | torch.device,
     weights: Weights = "pretrained",
+    plain: bool = False,
 ) -> TruncatedTarget:
     """Load the target up to its highest captured layer.
 
+    plain: compute as transformers does, also where there are kernels of our own.
     weights: "pretrained", or "random" (fixed random weights from the config alone, for measurements).
     Raises `BadInput` for a model, a layer id, a dtype or a checkpoint that cannot be used.
     """
     source, whole, device = locate(model, revision), text_config(model, revision), torch.device(device)
     ids = resolve_layers(layers, whole.num_hidden_layers)
     depth = ids[-1] + 1
-    causal: Any = _load(source, _shortened(whole, depth), resolve_dtype(dtype, device), device, weights)
+    causal: Any = _load(source, shortened(whole, depth), resolve_dtype(dtype, device), device, weights)
+    decoder = _first_layers(source, causal, depth)
+    del causal  # with it goes the lm_head, before anything is moved
+    return TruncatedTarget(decoder.to(device), ids, plain)
+
+
+def _first_layers(source: ModelSource, causal: Any, depth: int) -> Any:
     decoder = causal.get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or len(decoder.layers) < depth:
         raise source.complaint(f"{type(causal).__name__} keeps its decoder layers in another place than `layers`")
-    del causal  # with it goes the lm_head, before anything is moved
     decoder.layers = decoder.layers[:depth]
     decoder.config.num_hidden_layers = depth
     decoder.norm = nn.Identity()
-    return TruncatedTarget(decoder.to(device), ids)
+    return decoder
+
+
+def weight_count(model: str, revision: str | None, layers: int | list[int], device: str) -> int:
+    """Numbers in the weights that `load_truncated` puts on `device`, from the config alone. Raises `BadInput`."""
+    source, whole = locate(model, revision), text_config(model, revision)
+    depth = resolve_layers(layers, whole.num_hidden_layers)[-1] + 1
+    short = shortened(whole, depth)
+    if "linear_attention" in (getattr(short, "layer_types", None) or ()):
+        _choose_kernels(torch.device(device))
+    with quiet(), torch.device("meta"):
+        decoder = _first_layers(source, _from_config(source, short, torch.float32), depth)
+    return sum(weight.numel() for weight in decoder.parameters())
 
 
 def load_full(
@@ -186,8 +155,8 @@ def load_full(
     return causal.to(device)
 
 
-def _shortened(whole: PretrainedConfig, depth: int) -> PretrainedConfig:
-    """The config of the first `depth` layers, so that the weights of the others are never read."""
+def shortened(whole: PretrainedConfig, depth: int) -> PretrainedConfig:
+    """The config of the first `depth` layers of a model, so that the weights of the others are never read."""
     config = copy.deepcopy(whole)
     if getattr(whole, "num_kv_shared_layers", 0):  # which layers share depends on the depth: cut after loading
         return config
@@ -201,6 +170,7 @@ def _shortened(whole: PretrainedConfig, depth: int) -> PretrainedConfig:
 def _load(
     source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: Weights
 ) -> Any:
+    refuse_weights(source.name, weights)
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         _choose_kernels(device)
     with quiet():
@@ -227,12 +197,16 @@ def _pretrained(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
 def _random(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
-        try:
-            causal = _AUTO.from_config(config, dtype=dtype)
-        except (ValueError, TypeError) as error:
-            raise source.complaint(f"its config gives no causal language model: {first_line(error)}") from error
+        causal = _from_config(source, config, dtype)
     causal.get_input_embeddings().weight.copy_(random_embedding(config, dtype, device))
     return causal
+
+
+def _from_config(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    try:
+        return _AUTO.from_config(config, dtype=dtype)
+    except (ValueError, TypeError) as error:
+        raise source.complaint(f"its config gives no causal language model: {first_line(error)}") from error
 
 
 def _choose_kernels(device: torch.device) -> None:

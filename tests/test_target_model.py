@@ -86,7 +86,7 @@ def test_cutting_the_layers_above_changes_no_bit(model, layers):
     target = load_truncated(model, None, layers, "float32", "cpu")
     assert torch.equal(target(ids, whole(ids, 2)), torch.cat([deep[i] for i in layers], -1))
     assert target.features == 64 * len(layers)
-    names = [name for name, _ in target._decoder.named_parameters()]
+    names = [name for name, _ in target.decoder.named_parameters()]
     assert {int(name.split(".")[1]) for name in names if name.startswith("layers.")} == set(range(layers[-1] + 1))
     assert not [name for name in names if name.startswith(("norm", "lm_head"))]
 
@@ -284,7 +284,7 @@ def test_random_weights_need_a_config_only_and_are_always_the_same(copy, model):
     assert one(ids, whole(ids, 1)).isfinite().all()
     assert torch.equal(torch.random.get_rng_state(), before)
     got = load_frozen(str(folder), None, torch.float32, CPU, weights="random")
-    assert torch.equal(got.embed, one._decoder.embed_tokens.weight)
+    assert torch.equal(got.embed, one.decoder.embed_tokens.weight)
     assert (got.head is got.embed) == (model == "tiny:llama")
 
 

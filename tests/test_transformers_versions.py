@@ -10,7 +10,7 @@ import transformers
 
 ROOT = Path(__file__).parent.parent
 OLDEST = "DFLASH_PIPE_OLDEST_TRANSFORMERS"
-TESTS = ("test_target_model.py", "test_target.py", "test_regenerate.py", "test_statistics.py")
+TESTS = ("test_target_model.py", "test_target.py", "test_fused_decoder.py", "test_regenerate.py", "test_statistics.py")
 
 
 @pytest.mark.slow

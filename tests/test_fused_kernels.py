@@ -1,0 +1,146 @@
+"""The Triton kernels compute what plain PyTorch does, run by Triton's interpreter on the CPU in a process of their own.
+
+DFLASH_PIPE_TRITONS may name directories with several versions of Triton (see test_autotune.py).
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = [folder for folder in os.environ.get("DFLASH_PIPE_TRITONS", "").split(os.pathsep) if folder]
+if not FOLDERS and importlib.util.find_spec("triton"):
+    FOLDERS = [""]
+pytestmark = pytest.mark.skipif(not FOLDERS, reason="Triton is not installed (there is none for this platform)")
+
+
+def interpreted(script, folder):
+    path = os.pathsep.join(filter(None, [folder, str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+
+
+BEGIN = """
+import torch
+import torch.nn.functional as F
+from stages import fused_kernels as kernels
+from tests import fused_twins as twins
+
+torch.manual_seed(0)
+
+def same(got, expected, tolerance=1e-6):
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    assert got.isfinite().all() and (got - expected).norm() <= tolerance * expected.norm(), (got - expected).abs().max()
+
+def strided(rows, columns):
+    return torch.randn(rows, columns + 13)[:, 5 : 5 + columns]
+"""
+
+EACH = f"""{BEGIN}
+B, S, n, D, R = 2, 37, 3, 16, 8
+x, weight = strided(5, 72), torch.randn(72)
+for one in (0, 1):
+    same(kernels.rms_norm(x, weight, 1e-6, one), twins.rms_norm(x, weight, 1e-6, one))
+
+both = torch.randn(3, 2 * 1500)
+gate, up = both[:, :1500], both[:, 1500:]
+expected = twins.silu_mul(gate, up)
+assert kernels.silu_mul(gate, up) is gate
+same(gate, expected)
+
+angles = torch.rand(S, R // 2).repeat(1, 2)
+q, weight = strided(B * S, n * 2 * D).view(B * S, n, 2 * D)[..., :D], torch.randn(D)
+for arguments in ((weight, 1e-6, 1), (weight, 1e-6, 0), (None, 1e-6, 0)):
+    arguments = (q, *arguments, angles.cos(), angles.sin())
+    same(kernels.norm_rope(*arguments), twins.norm_rope(*arguments))
+
+x, gate = torch.randn(B * S, n, D), torch.randn(B * S, n, 2 * D)[..., D:]
+same(kernels.gate_heads(x, gate), twins.gate_heads(x, gate))
+arguments = (x, strided(B * S, n * D), weight, 1e-6)
+same(kernels.gated_rms_norm(*arguments), twins.gated_rms_norm(*arguments))
+
+for normed in (True, False):
+    for tokens in (1, 2, 37):
+        arguments = (strided(B * tokens, 2 * n * D), torch.randn(4, 2 * n * D), (2, n, D), tokens, normed)
+        same(kernels.short_conv(*arguments), twins.short_conv(*arguments))
+
+tokens, m = 70, 5
+a, b = (strided(B * tokens, 2 * m) * 10).split(m, 1)
+a_log, dt_bias = torch.randn(m), torch.randn(m)
+decay, strength = kernels.delta_gates(a, b, a_log, dt_bias, tokens)
+each = (-a_log.exp() * F.softplus(a + dt_bias)).view(B, tokens, m) / torch.log(torch.tensor(2.0))
+same(decay, torch.cat([each[:, :64].cumsum(1), each[:, 64:].cumsum(1)], 1))
+same(strength, b.sigmoid().view(B, tokens, m))
+"""
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_kernel(folder):
+    ended = interpreted(EACH, folder)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+SCAN = f"""{BEGIN}
+import sys
+import numpy, triton
+if triton.__version__ < "3.9" and numpy.__version__ >= "2.4":
+    sys.exit(77)  # its interpreter cannot loop up to an argument with this numpy
+
+def chunk_writes(k, v, g, beta):
+    '''What flash-linear-attention computes in a chunk: w, u.'''
+    k = k.repeat_interleave(v.shape[2] // k.shape[2], 2).transpose(1, 2)
+    v, g, beta = v.transpose(1, 2), g.transpose(1, 2)[..., None], beta.transpose(1, 2)[..., None]
+    mixed = (beta * (k @ k.mT) * torch.exp2(g - g.mT)).tril(-1)
+    solved = torch.linalg.inv(torch.eye(k.shape[2]) + mixed)
+    return (solved @ (k * beta * torch.exp2(g))).transpose(1, 2), (solved @ (v * beta)).transpose(1, 2)
+
+B, n, m, D, V = 2, 2, 6, 16, 32
+for tokens in (1, 64, 150):
+    q, k = (F.normalize(torch.randn(B, tokens, n, D), dim=-1) for _ in range(2))
+    v, (a, b) = torch.randn(B, tokens, m, V), strided(B * tokens, 2 * m).split(m, 1)
+    decay = (torch.rand(m).log(), torch.randn(m))
+    summed, strength = kernels.delta_gates(a, b, *decay, tokens)
+    parts = [chunk_writes(*(each[:, t : t + 64] for each in (k, v, summed, strength))) for t in range(0, tokens, 64)]
+    w, u = (torch.cat(part, 1) for part in zip(*parts))
+    same(kernels.delta_scan(q, k, w, u, summed), twins.delta_rule(q, k, v, a, b, decay), 1e-5)
+"""
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_scan_over_chunks_is_the_rule_token_by_token(folder):
+    ended = interpreted(SCAN, folder)
+    if ended.returncode == 77:
+        pytest.skip("this Triton's interpreter does not work with this numpy")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+WHOLE = """
+import tempfile, os
+os.environ["DFLASH_PIPE_CACHE"] = tempfile.mkdtemp()
+import torch
+from stages import fused_kernels as kernels
+from stages.fused_decoder import FusedDecoder
+from stages.target_model import load_truncated, reference_kernels_on_cpu
+from tests import fused_twins
+
+reference_kernels_on_cpu()
+kernels.delta_rule = fused_twins.delta_rule
+ids = torch.randint(4, 512, (2, 19), generator=torch.Generator().manual_seed(0))
+for model in ("tiny:llama", "tiny:qwen3", "tiny:qwen3_5"):
+    target = load_truncated(model, None, [1, 3], "float32", "cpu")
+    expected = target(ids, torch.tensor([19, 19]))
+    with torch.no_grad():
+        got = FusedDecoder(target.decoder, [1, 3], kernels)(ids)
+    assert (got - expected).norm() <= 2e-5 * expected.norm(), model
+"""
+
+
+@pytest.mark.slow
+def test_whole_layers():
+    ended = interpreted(WHOLE, FOLDERS[-1])
+    assert ended.returncode == 0, ended.stderr[-3000:]
