@@ -1,4 +1,7 @@
-"""`python -m benchmarks COMMAND`: 0 is good, 1 is a difference or a missed target, 2 is bad input, said in one line."""
+"""Measurements and comparisons of this project's parts and of graphs.
+
+Exit codes: 0 good, 1 a difference or a missed target, 2 bad input (one line says what).
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,28 @@ import sys
 import typer
 
 from benchmarks.autotune import autotune
+from benchmarks.drafter import drafter
 from benchmarks.handoff import handoff
 from benchmarks.ladder import ladder
 from benchmarks.loop import loop
 from benchmarks.parity import parity
 from benchmarks.rows import rows
 from benchmarks.sync import sync
+from benchmarks.target import target
 from benchmarks.topologies import topologies
 from benchmarks.verdicts import verdicts
-from dflash_pipe import BadInput
+from dflash_pipe.cli import failures_to_exit_codes
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (topologies, ladder, sync, rows, handoff, loop, verdicts, autotune, parity):
-    app.command()(command)
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+for command in (topologies, ladder, target, drafter, sync, rows, handoff, loop, verdicts, autotune, parity):
+    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)
 
 
 def main() -> None:
-    try:
-        app()
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Entry point: failures become exit codes, as in `dflash-pipe`."""
+    arguments = sys.argv[1:] or ["--help"]
+    with failures_to_exit_codes():
+        sys.exit(app(arguments, prog_name="python -m benchmarks", standalone_mode=False))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ The loss of a window is a quotient of two sums (`Sums`), so it does not depend o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -97,45 +98,66 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, chunk: int, plain: bool
+    ) -> tuple[Tensor, Tensor]:
         rows = len(hidden)
         loss = hidden.new_empty(rows, dtype=torch.float32)
         hit = torch.empty(rows, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        size = min(chunk, rows)
-        logits_buffer = hidden.new_empty(size, len(head))
-        share_buffer = hidden.new_empty(size, len(head), dtype=torch.float32)
+        logits_buffer = hidden.new_empty(min(chunk, rows), len(head))
+        entropy = _fused_entropy() if hidden.is_cuda and not plain else _PlainEntropy(logits_buffer)
         for start in range(0, rows, chunk):
             part = slice(start, min(start + chunk, rows))
-            label = labels[part, None]
+            label = labels[part]
             logits = torch.mm(hidden[part], head.t(), out=logits_buffer[: len(label)])
-            share = torch.softmax(logits, 1, dtype=torch.float32, out=share_buffer[: len(label)])
-            top, best = logits.max(1, keepdim=True)
-            hit[part] = (best == label)[:, 0]
-            # log-sum-exp = top - log(share of top); the label's own share may underflow, the top's cannot.
-            loss[part] = (top.float() - share.gather(1, best).log() - logits.gather(1, label).float())[:, 0]
+            entropy(logits, label, loss[part], hit[part], gradient is not None)
             if gradient is not None:
-                share.scatter_(1, label, share.gather(1, label) - 1.0)
-                if share.dtype != logits.dtype:
-                    share = logits.copy_(share)
-                torch.mm(share, head, out=gradient[part])
+                torch.mm(logits, head, out=gradient[part])
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(hit)
         return loss, hit
 
     @staticmethod
-    def backward(ctx: Any, weight: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, weight: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * weight[:, None]).to(gradient.dtype), None, None, None
+        return torch.mul(gradient, weight[:, None], out=torch.empty_like(gradient)), None, None, None, None
 
 
-def frozen_head_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+class _PlainEntropy:
+    """The cross entropy of some rows by torch's own operations, with probabilities of a chunk in float32."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._buffer = torch.empty_like(logits, dtype=torch.float32)
+
+    def __call__(self, logits: Tensor, labels: Tensor, loss: Tensor, hit: Tensor, gradient: bool) -> None:
+        """Write loss and hit [R] of logits [R, V]; if `gradient`, overwrite the logits by the gradient towards them."""
+        label = labels[:, None]
+        share = torch.softmax(logits, 1, dtype=torch.float32, out=self._buffer[: len(label)])
+        top, best = logits.max(1, keepdim=True)
+        hit.copy_((best == label)[:, 0])
+        # log-sum-exp = top - log(share of top); the label's own share may underflow, the top's cannot.
+        loss.copy_((top.float() - share.gather(1, best).log() - logits.gather(1, label).float())[:, 0])
+        if gradient:
+            logits.copy_(share.scatter_(1, label, share.gather(1, label) - 1.0))
+
+
+def _fused_entropy() -> Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]:
+    """The same as one kernel that keeps nothing."""
+    from stages.fused_training import cross_entropy_  # needs Triton, which a CPU does without
+
+    return cross_entropy_
+
+
+def frozen_head_cross_entropy(
+    hidden: Tensor, head: Tensor, labels: Tensor, chunk: int, plain: bool = False
+) -> tuple[Tensor, Tensor]:
     """hidden [R, H], head [V, H] (same dtype, frozen), labels [R] int64 -> (cross entropy [R] float32, hit [R] bool).
 
-    Memory beside the result: the gradient [R, H], and logits and probabilities of `chunk` rows. hit: whether the label
-    is the most probable token.
+    Memory beside the result: the gradient [R, H] and the logits of `chunk` rows; on a CPU, or if `plain`, their
+    probabilities too. hit: whether the label is the most probable token.
     """
-    return _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk)
+    return _FrozenHeadCrossEntropy.apply(hidden, head, labels, chunk, plain)
 
 
 def dpace_weights(cross_entropy: Tensor, valid: Tensor, alpha: float, kind: DpaceWeight) -> Tensor:
@@ -220,13 +242,12 @@ class Supervision:
         return Supervision(labels, weights, rows, loss_mask.bool(), anchors, keep)
 
 
-def block_loss(hidden: Tensor, head: Tensor, what: Supervision, loss: LossConfig, chunk: int) -> tuple[Tensor, Sums]:
-    """hidden [B, N·b, H] -> (summed weighted loss, 0-d float32 with a gradient towards hidden; its `Sums`).
-
-    Only the rows that are supervised meet the head.
-    """
-    labels = what.labels.flatten()[what.rows]
-    entropy, hit = frozen_head_cross_entropy(hidden.flatten(0, 1)[what.rows], head, labels, chunk)
+def block_loss(
+    hidden: Tensor, head: Tensor, what: Supervision, loss: LossConfig, chunk: int, plain: bool = False
+) -> tuple[Tensor, Sums]:
+    """hidden [R, H] of the supervised rows -> (summed weighted loss, 0-d float32 with a gradient towards hidden; its
+    `Sums`). chunk, plain: as for `frozen_head_cross_entropy`."""
+    entropy, hit = frozen_head_cross_entropy(hidden, head, what.labels.flatten()[what.rows], chunk, plain)
     weights = what.weights
     valid = weights > 0
     detached = entropy.detach()

@@ -9,6 +9,7 @@ Unused blocks see themselves only, so that no row is without keys.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,28 +27,40 @@ __all__ = [
     "attend",
     "build_mask",
     "dense_mask",
+    "flex_kernel",
     "resolve_attention",
     "tile_mask",
 ]
 
-Attention = Literal["auto", "flex", "sdpa", "eager"]
+Attention = Literal["auto", "fused", "flex", "sdpa", "eager"]
 
 _FLEX_HEAD_DIM = 16  # the least that flex attention's CUDA kernel takes
+_FUSED_HEAD_DIMS = (16, 32, 64, 128, 256)  # those of ours
+_KERNELS = 64  # of flex attention, on all devices together
 TILE = 128  # queries and keys in one tile of flex attention
 
 
 def resolve_attention(name: Attention, device: torch.device, head_dim: int) -> Attention:
-    """The backend: "auto" is flex on CUDA (its cost grows with what is visible) and sdpa elsewhere.
+    """The backend. "auto": on CUDA "fused", for heads that its kernels do not take "flex" or "sdpa"; elsewhere "sdpa".
 
-    Raises BadInput for flex on CUDA with heads that its kernel does not take.
+    "fused": kernels for all that a layer does (`stages.fused_drafter`), for CUDA or Triton's interpreter. "flex": its
+    cost grows with what is visible. "sdpa", "eager": everything is computed and hidden by a mask.
+    Raises BadInput for a backend that does not take such heads, or not on this device.
     """
-    fits = head_dim >= _FLEX_HEAD_DIM
+    cuda, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
     if name == "auto":
-        return "flex" if device.type == "cuda" and fits else "sdpa"
-    if name == "flex" and device.type == "cuda" and not fits:
+        if cuda and head_dim in _FUSED_HEAD_DIMS:
+            return "fused"
+        return "flex" if cuda and head_dim >= _FLEX_HEAD_DIM else "sdpa"
+    if name == "flex" and cuda and head_dim < _FLEX_HEAD_DIM:
         raise BadInput(
             f"attention is 'flex', whose CUDA kernel takes heads of {_FLEX_HEAD_DIM} and more, not {head_dim}"
         )
+    if name == "fused" and head_dim not in _FUSED_HEAD_DIMS:
+        sizes = ", ".join(map(str, _FUSED_HEAD_DIMS))
+        raise BadInput(f"attention is 'fused', whose kernels take heads of {sizes}, not {head_dim}")
+    if name == "fused" and not (cuda or interpreted):
+        raise BadInput("attention is 'fused', whose kernels need a CUDA device")
     return name
 
 
@@ -156,13 +169,19 @@ def _mask_mod(r: _Ranges) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    """Flex attention as a kernel, one for each device and each special size (a batch of one row).
-
-    torch.compile's limit of 8 kernels is too few for 8 GPUs. Past the limit `fullgraph=True` raises; otherwise the
-    plain function would run, which holds every score.
-    """
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def flex_kernel() -> Callable[..., Any]:
+    """Flex attention as a kernel, one for each device and each special size (one row, one tile), for all threads.
+
+    torch.compile's limit of 8 kernels is too few for several GPUs, and where it is raised it is raised for the calling
+    thread alone. Past the limit `fullgraph=True` raises; otherwise the plain function would run, which holds every
+    score.
+    """
+    if torch._dynamo.config.recompile_limit < _KERNELS:
+        torch._dynamo.config.recompile_limit = _KERNELS
+    return _compiled_flex()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, attention: str) -> Tensor:
@@ -173,7 +192,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, attention: str)
             return flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped)
         # Left to itself, torch takes its decoding kernel for few queries, which cannot serve training.
         options = {"BACKEND": "TRITON"}
-        return _compiled_flex()(query, key, value, block_mask=mask, enable_gqa=grouped, kernel_options=options)
+        return flex_kernel()(query, key, value, block_mask=mask, enable_gqa=grouped, kernel_options=options)
     if attention == "sdpa":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
     groups = query.shape[1] // key.shape[1]

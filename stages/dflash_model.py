@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dflash_pipe import BadInput
 from stages.dflash_config import SLIDING, DrafterConfig, DrafterKeys
 from stages.dflash_masks import Attention, BlockGeometry, attend, build_mask, resolve_attention
-from stages.dflash_rope import inverse_frequencies, rotate, rotation
+from stages.dflash_rope import half_rotation, inverse_frequencies, rotate, rotation
 
 __all__ = [
     "DFlashModel",
@@ -116,34 +116,73 @@ class DFlashModel(nn.Module):
         self._frequencies, self._rope_factor = inverse_frequencies(config)  # float32 whatever the model's dtype
 
     def forward(
-        self, block_embeds: Tensor, context: Tensor, anchors: Tensor, keep: Tensor, attention: Attention = "auto"
+        self,
+        block_embeds: Tensor,
+        context: Tensor,
+        anchors: Tensor,
+        keep: Tensor,
+        attention: Attention = "auto",
+        alike: bool = False,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Draft all blocks in one pass.
 
         block_embeds: [B, N·b, H], embeddings of each block's tokens. context: [B, S, K·H], the target's hidden states.
         anchors: [B, N] int64, positions of the blocks' first tokens. keep: [B, N] bool, False for an unused block.
-        attention: "auto", "flex", "sdpa" or "eager". -> [B, N·b, H] after the final norm, for the target's head.
+        attention: the backend (`resolve_attention`); "fused" computes all layers as `stages.fused_drafter` does.
+        alike: the embeddings of all slots but each block's first are the same, which spares work. rows: [R] int64, the
+        slots whose result is wanted, all different and counted through all sequences.
+        -> [B, N·b, H] after the final norm, for the target's head; [R, H] of `rows`.
         """
         attention = resolve_attention(attention, block_embeds.device, self.config.head_dim)
         dtype = self.fc.weight.dtype
         geometry = BlockGeometry(anchors, keep, context.shape[1], block_embeds.shape[1] // anchors.shape[1])
+        self._frequencies = self._frequencies.to(block_embeds.device)
+        context, x = context.to(dtype), block_embeds.to(dtype)
         windows = {kind: self.config.sliding_window if kind == SLIDING else None for kind in self.config.layer_types}
+        if attention == "fused":
+            hidden = self._fused(x, context, geometry, windows, alike, rows)
+            return hidden.view_as(x) if rows is None else hidden
         masks = {kind: build_mask(geometry, window, attention) for kind, window in windows.items()}
         rotations = self._rotations(geometry, dtype)
-        features = self.hidden_norm(self.fc(context.to(dtype)))
-        x = block_embeds.to(dtype)
+        features = self.hidden_norm(self.fc(context))
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             x = layer(x, features, rotations, masks[kind], attention)
-        return self.norm(x)
+        x = self.norm(x)
+        return x if rows is None else x.flatten(0, 1)[rows]
 
     def _rotations(self, geometry: BlockGeometry, dtype: torch.dtype) -> Rotations:
-        device = geometry.anchors.device
-        self._frequencies = self._frequencies.to(device)
-        block = (geometry.anchors[..., None] + torch.arange(geometry.block_size, device=device)).flatten(1)
-        before = torch.arange(geometry.context, device=device).expand(len(block), -1)
-        cos, sin = rotation(torch.cat((before, block), 1), self._frequencies, self._rope_factor, dtype)
+        cos, sin = rotation(_positions(geometry), self._frequencies, self._rope_factor, dtype)
         queries = cos[:, :, geometry.context :], sin[:, :, geometry.context :]
         return Rotations(queries, (cos, sin))
+
+    def _fused(
+        self,
+        x: Tensor,
+        context: Tensor,
+        geometry: BlockGeometry,
+        windows: dict[str, int | None],
+        alike: bool,
+        rows: Tensor | None,
+    ) -> Tensor:
+        from stages.fused_attention import Sight  # needs Triton, which a CPU does without
+        from stages.fused_drafter import Places, fused_forward
+
+        turns = half_rotation(_positions(geometry), self._frequencies, self._rope_factor)
+        places = Places(*turns, geometry.context, geometry.block_size)
+        sights = {
+            kind: Sight(geometry.seen, geometry.block_size, geometry.context, window)
+            for kind, window in windows.items()
+        }
+        of_layers = [sights[kind] for kind in self.config.layer_types]
+        return fused_forward(self, x.flatten(0, 1), context.flatten(0, 1), places, of_layers, alike, rows)
+
+
+def _positions(geometry: BlockGeometry) -> Tensor:
+    """[B, S + N·b] of all keys: the context's, then the block tokens'."""
+    device = geometry.anchors.device
+    block = (geometry.anchors[..., None] + torch.arange(geometry.block_size, device=device)).flatten(1)
+    return torch.cat((torch.arange(geometry.context, device=device).expand(len(block), -1), block), 1)
 
 
 @dataclass(frozen=True)
@@ -181,14 +220,15 @@ class FlatParameters:
     def __init__(self, model: nn.Module, device: str | torch.device, dtype: torch.dtype) -> None:
         self.layout = parameter_layout(model)
         self.values = torch.empty(sum(slot.size for slot in self.layout.values()), device=device, dtype=dtype)
-        self._sums: list[Tensor] | None = None
-        for index, (module, leaf, old) in enumerate(_parameters(model)):
-            view = list(self.layout.values())[index].of(self.values)
+        self._parameters: list[Tensor] = []
+        for slot, (module, leaf, old) in zip(self.layout.values(), list(_parameters(model)), strict=True):
+            view = slot.of(self.values)
             if old.device.type != "meta":
                 view.copy_(old.detach())
             new = nn.Parameter(view)
-            new.register_post_accumulate_grad_hook(self._adder(index))
+            new.register_post_accumulate_grad_hook(_add_to_sum)
             setattr(module, leaf, new)
+            self._parameters.append(new)
 
     @property
     def size(self) -> int:
@@ -207,15 +247,16 @@ class FlatParameters:
         No parameter keeps a gradient of its own, so one of them exists at a time, and the sum is float32 whatever the
         compute dtype. None: gradients stay in `.grad`.
         """
-        self._sums = None if sums is None else [slot.of(sums) for slot in self.layout.values()]
+        for slot, parameter in zip(self.layout.values(), self._parameters, strict=True):
+            parameter.gradient_sum = None if sums is None else slot.of(sums)  # type: ignore[attr-defined]
 
-    def _adder(self, index: int) -> Any:
-        def add(parameter: Tensor) -> None:
-            if self._sums is not None and parameter.grad is not None:
-                self._sums[index].add_(parameter.grad)
-                parameter.grad = None
 
-        return add
+def _add_to_sum(parameter: Tensor) -> None:
+    """Called with a gradient that was not added already where it was made (`stages.gradient_sums`)."""
+    total = getattr(parameter, "gradient_sum", None)
+    if total is not None and parameter.grad is not None:
+        total.add_(parameter.grad)
+        parameter.grad = None
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

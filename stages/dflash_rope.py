@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_pipe import BadInput
 from stages.dflash_config import DrafterConfig
 
-__all__ = ["inverse_frequencies", "rotate", "rotation"]
+__all__ = ["half_rotation", "inverse_frequencies", "rotate", "rotation"]
 
 
 def inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
@@ -77,6 +77,12 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch
     angle = positions[:, None, :, None].float() * frequencies
     cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
     return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def half_rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """positions [B, T] -> cos, sin [B, T, head_dim / 2] float32: the same without rounding, each angle once."""
+    angle = positions[..., None].float() * frequencies
+    return angle.cos() * factor, angle.sin() * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

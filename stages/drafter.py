@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from dflash_pipe import BadInput, Context, Stage, Stamp
+from dflash_pipe import BadInput, Context, Footprint, Stage, Stamp
 from stages.anchors import draw_anchors
 from stages.dflash_config import ArchitectureKeys
-from stages.dflash_loss import DpaceWeight, Loss, LossConfig, Sums, Supervision, auto_gamma, block_inputs, block_loss
+from stages.dflash_loss import (
+    DpaceWeight,
+    Loss,
+    LossConfig,
+    Sums,
+    Supervision,
+    auto_gamma,
+    block_inputs,
+    block_loss,
+    frozen_head_cross_entropy,
+)
 from stages.dflash_masks import Attention, resolve_attention
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten
+from stages.footprints import drafter_step_bytes, parameter_count
 from stages.messages import FeatureBatch, Gradients, Parameters, Partial
-from stages.target_model import load_frozen, resolve_dtype
+from stages.target_model import load_frozen, resolve_dtype, text_config
 
 __all__ = ["DrafterStep"]
 
-# Rows that meet the head at once. Few on a CPU, whose caches are small; many on a GPU, whose products want size.
-_CHUNK = {"cpu": 128, "cuda": 2048}
+# Rows that meet the head at once. Few on a CPU, whose caches are small; on a GPU so many that the tiles of the product
+# with the head's columns come out even (33 tiles of 128 rows for 132 processors).
+_CHUNK = {"cpu": 128, "cuda": 4224}
 
 
 class DrafterStep(ArchitectureKeys, Stage):
@@ -38,9 +50,10 @@ class DrafterStep(ArchitectureKeys, Stage):
     num_anchors: blocks a sequence at most. partials: sums of a window, a multiple of the drafter's replicas, and the
     same number wherever results are to be equal. gamma: decay in slots, null: none, "auto": by the block size (7 for
     16).
-    loss: "dflash" or "dpace", with its alpha and kind of weight (`LossConfig`). attention: "auto", "flex", "sdpa",
-    "eager". ce_chunk: rows that meet the head at once (null: by device). dtype: of the computation; "auto" is float32
-    on a CPU and bfloat16 on a GPU. The sums are float32 always.
+    loss: "dflash" or "dpace", with its alpha and kind of weight (`LossConfig`). attention: "auto", "fused" (all of a
+    layer in kernels of our own, and the loss too), "flex", "sdpa", "eager". ce_chunk: rows that meet the head at once
+    (null: by device). dtype: of the computation; "auto" is float32 on a CPU and bfloat16 on a GPU. The sums are float32
+    always.
     """
 
     num_anchors: int = 512
@@ -74,6 +87,28 @@ class DrafterStep(ArchitectureKeys, Stage):
         gamma = auto_gamma(self.block_size) if self.gamma == "auto" else self.gamma
         return LossConfig(self.loss, gamma, self.alpha, self.dpace)
 
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Weights, the frozen matrices, one step of the largest micro-batch, and the gradient sums that it sends."""
+        config, dtype = self.architecture().sizes(), resolve_dtype(self.dtype, ctx.device)
+        matrices = 1 if text_config(self.target, self.revision).tie_word_embeddings else 2
+        frozen = matrices * config.vocab_size * config.hidden_size * dtype.itemsize
+        chunk = self.ce_chunk or _CHUNK.get(torch.device(ctx.device).type, _CHUNK["cuda"])
+        shapes = told["features"] or []
+        parameters = parameter_count(config)
+        attention = resolve_attention(self.attention, torch.device(ctx.device), config.head_dim)
+        fused, dense = attention == "fused", attention in ("sdpa", "eager")
+        step = drafter_step_bytes(config, shapes, self.num_anchors, dtype, fused=fused, dense=dense)
+        logits = dtype.itemsize + (0 if fused else 4)  # and their probabilities, in float32
+        return Footprint(
+            held={"weights": parameters * dtype.itemsize, "frozen embedding and head": frozen},
+            working={
+                f"step of {self.num_anchors} blocks a row": step,
+                "logits": chunk * config.vocab_size * logits,
+            },
+            window_sent=4 * parameters * len(range(ctx.replica, self.partials, ctx.replicas)),
+            told=shapes,
+        )
+
     def open(self, ctx: Context) -> None:
         self._ctx = ctx
         self._device = torch.device(ctx.device)
@@ -81,38 +116,32 @@ class DrafterStep(ArchitectureKeys, Stage):
         self.config = self.architecture().resolve()
         self._model = DFlashModel(self.config, device="meta")
         self._flat = flatten(self._model, self._device, dtype)
-        self._frozen = load_frozen(self.target, self.revision, dtype, self._device, self.weights)
+        self.frozen = load_frozen(self.target, self.revision, dtype, self._device, self.weights)
         self._loss = self._loss_config()
         self._attention = resolve_attention(self.attention, self._device, self.config.head_dim)
+        self._plain = self._attention != "fused"
         self._chunk = self.ce_chunk or _CHUNK.get(self._device.type, _CHUNK["cuda"])
         self._mine = range(ctx.replica, self.partials, ctx.replicas)
         self._step: int | None = None
         if ctx.replica == 0:
-            print(self._opening_line(dtype.itemsize))
+            layers = ", ".join(map(str, self.config.target_layer_ids))
+            mask = self.config.mask_token_id
+            print(f"drafter: {self._flat.size:,} parameters, MASK is token {mask}, target layers {layers}")
         if self._device.type == "cuda":
             self._warm_up()
         self._begin_window()
 
-    def _opening_line(self, itemsize: int) -> str:
-        """What was resolved, and what it takes; how many tokens a micro-batch has is for the data to say."""
-        of, size = self.config, self._flat.size
-        logits = self._chunk * of.vocab_size * (itemsize + 4)  # and their probabilities, in float32
-        return (
-            f"drafter: {size:,} parameters, MASK is token {of.mask_token_id}, "
-            f"target layers {', '.join(map(str, of.target_layer_ids))}; memory: {_bytes(size * itemsize)} weights and "
-            f"{_bytes(4 * size * len(self._mine))} gradients here, {_bytes(12 * size)} float32 weights and moments in "
-            f"the optimizer, {_bytes(of.feature_size * itemsize)} of features a token, {_bytes(logits)} logits at once"
-        )
-
     def _warm_up(self) -> None:
         """Build the kernels now, while no other stage computes: a batch of one row is a kernel of its own."""
         length, blocks = 300, 512 // self.block_size + 1
+        labels = torch.arange(2, device=self._device)
         for rows in (2, 1):
             context = self._flat.values.new_zeros(rows, length, self.config.feature_size)
             embeds = self._flat.values.new_zeros(rows, blocks * self.block_size, self.config.hidden_size)
             anchors = torch.arange(blocks, device=self._device).expand(rows, -1) + 100
-            hidden = self._model(embeds, context, anchors, anchors > 0, self._attention)
-            hidden.sum().backward()
+            hidden = self._model(embeds, context, anchors, anchors > 0, self._attention, alike=True, rows=labels)
+            entropy, _ = frozen_head_cross_entropy(hidden, self.frozen.head, labels, len(labels), self._plain)
+            entropy.sum().backward()
         self._model.zero_grad(set_to_none=True)
 
     def _begin_window(self) -> None:
@@ -155,23 +184,23 @@ class DrafterStep(ArchitectureKeys, Stage):
         # Used blocks come first in every row: the longest row says how many slots are needed.
         slots = max(1, int(keep.sum(1).max()))
         anchors, keep = anchors[:, :slots], keep[:, :slots]
+        self._anchors = slots * len(anchors)
         supervision = Supervision.of(tokens.input_ids, tokens.loss_mask, anchors, keep, self.block_size, self._loss)
         ids = block_inputs(tokens.input_ids, anchors, self.config.mask_token_id, self.block_size)
-        embeds = F.embedding(ids.flatten(1), self._frozen.embed)
+        embeds = F.embedding(ids.flatten(1), self.frozen.embed)
         self._flat.sum_gradients_into(partial.gradient)
-        hidden = self._model(embeds, features.hidden, anchors, keep, self._attention)
-        loss, sums = block_loss(hidden, self._frozen.head, supervision, self._loss, self._chunk)
+        hidden = self._model(embeds, features.hidden, anchors, keep, self._attention, alike=True, rows=supervision.rows)
+        loss, sums = block_loss(hidden, self.frozen.head, supervision, self._loss, self._chunk, self._plain)
         loss.backward()
         partial.sums.add_(sums.vector)
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """anchors: block slots that the last micro-batch was computed with, in all rows together."""
+        return {"anchors": float(self._anchors)}
 
     def end_window(self) -> Gradients:
         gradients = Gradients({number: self._partial(number) for number in self._mine}, self._progress)
         self._flat.sum_gradients_into(None)
         self._begin_window()
         return gradients
-
-
-def _bytes(count: int) -> str:
-    """A number of bytes as a reader wants it: 2.5 MiB."""
-    power = min(3, max(0, count.bit_length() - 1) // 10)
-    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

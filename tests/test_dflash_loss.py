@@ -137,7 +137,7 @@ def _plain_loss(hidden: Tensor, head: Tensor, what: Supervision) -> tuple[Tensor
 def test_block_loss_and_its_counters() -> None:
     loss = LossConfig("dflash", 2.0)
     what, hidden, head = _supervision(loss), normal(1, 16, 8).requires_grad_(), normal(30, 8, seed=1)
-    total, sums = block_loss(hidden, head, what, loss, chunk=3)
+    total, sums = block_loss(hidden.flatten(0, 1)[what.rows], head, what, loss, chunk=3)
     entropy, predicted = _plain_loss(hidden, head, what)
     torch.testing.assert_close(total, (what.weights * entropy).sum())
     assert float(sums.loss) == pytest.approx(float(total.detach()), rel=1e-6)
@@ -157,7 +157,7 @@ def test_only_supervised_rows_meet_the_head() -> None:
 def test_overlapping_blocks_cover_a_token_once() -> None:
     anchors = torch.tensor([[1, 2, 3, 0]])
     what = Supervision.of(IDS, torch.ones_like(IDS), anchors, KEEP, 4, LossConfig())
-    _, sums = block_loss(normal(1, 16, 8), normal(30, 8, seed=1), what, LossConfig(), 16)
+    _, sums = block_loss(normal(len(what.rows), 8), normal(30, 8, seed=1), what, LossConfig(), 16)
     assert (float(sums.supervised), float(sums.covered)) == (12, 5)
 
 
@@ -184,7 +184,7 @@ def test_dpace_loss_is_per_sequence_and_its_weights_are_detached(kind: str) -> N
     loss = LossConfig("dpace", gamma=2.0, alpha=0.3, dpace=kind)  # gamma has no meaning here
     what, head = _supervision(loss), normal(30, 8, seed=1)
     hidden = normal(1, 16, 8).requires_grad_()
-    total, sums = block_loss(hidden, head, what, loss, chunk=3)
+    total, sums = block_loss(hidden.flatten(0, 1)[what.rows], head, what, loss, chunk=3)
     total.backward()
     plain = hidden.detach().clone().requires_grad_()
     entropy, _ = _plain_loss(plain, head, what)
@@ -198,7 +198,8 @@ def test_dpace_loss_is_per_sequence_and_its_weights_are_detached(kind: str) -> N
 def test_masked_row_among_good_ones_changes_nothing_else() -> None:
     loss = LossConfig("dflash", 2.0)
     head, hidden = normal(30, 8, seed=1), normal(1, 16, 8)
-    alone, sums = block_loss(hidden, head, _supervision(loss), loss, 16)
+    one = _supervision(loss)
+    alone, sums = block_loss(hidden.flatten(0, 1)[one.rows], head, one, loss, 16)
     two = Supervision.of(
         IDS.repeat(2, 1),
         torch.stack([torch.ones_like(IDS[0]), torch.zeros_like(IDS[0])]),
@@ -207,7 +208,8 @@ def test_masked_row_among_good_ones_changes_nothing_else() -> None:
         4,
         loss,
     )
-    both, more = block_loss(torch.cat((hidden, normal(1, 16, 8, seed=9))), head, two, loss, 16)
+    pair = torch.cat((hidden, normal(1, 16, 8, seed=9))).flatten(0, 1)
+    both, more = block_loss(pair[two.rows], head, two, loss, 16)
     assert torch.equal(alone, both) and torch.equal(sums.vector, more.vector)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from dflash_pipe import BadInput
-from stages.dflash_masks import BlockGeometry, build_mask, dense_mask, resolve_attention, tile_mask
+from stages.dflash_masks import BlockGeometry, build_mask, dense_mask, flex_kernel, resolve_attention, tile_mask
 from stages.dflash_model import DFlashModel, DrafterConfig, flatten, initial_parameters, parameter_layout
 from tests.drafters import CONFIG, config, drafter, normal
 
@@ -195,10 +196,26 @@ def test_no_query_is_without_keys(drawn: tuple[int, int, int, int, int | None, i
 
 def test_auto_attention_and_heads_that_a_kernel_does_not_take() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [resolve_attention("auto", device, 64) for device in (cpu, cuda)] == ["sdpa", "flex"]
+    assert [resolve_attention("auto", device, 64) for device in (cpu, cuda)] == ["sdpa", "fused"]
+    assert resolve_attention("auto", cuda, 80) == "flex"
     assert resolve_attention("auto", cuda, 8) == "sdpa" and resolve_attention("flex", cpu, 8) == "flex"
     with pytest.raises(BadInput, match="takes heads of 16 and more, not 8"):
         resolve_attention("flex", cuda, 8)
+
+
+def test_flex_attention_may_have_many_kernels_in_whichever_thread_it_runs() -> None:
+    """A drafter's replicas, and runs one after the other in one process, are threads of their own."""
+    limits = []
+
+    def body() -> None:
+        flex_kernel()
+        limits.append(torch._dynamo.config.recompile_limit)
+
+    for _ in range(2):
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+    assert len(limits) == 2 and min(limits) >= 64
 
 
 def test_a_checkpoint_has_the_names_that_servers_expect() -> None:

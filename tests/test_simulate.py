@@ -13,7 +13,7 @@ from dflash_pipe.cycles import Arc, Operation, events, is_marked, maximum_ratio
 from dflash_pipe.errors import Stalled
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.simulate import Times, simulate
-from dflash_pipe.simulated_wiring import shared_devices
+from dflash_pipe.simulated_wiring import shared_cores, shared_devices
 from tests.simpy_model import Model
 from tests.timed_graphs import laid_out, random_plan, run, stage, times
 
@@ -150,6 +150,20 @@ def test_stages_on_one_device_share_it():
     together = simulate(plan, times(plan.graph), windows=60, skip=20, exclusive=shared_devices(plan))
     assert (apart.step_seconds, together.step_seconds) == pytest.approx((2.0, 3.0))
     assert "device cuda:0" in str(critical_cycle(together.path(), list(together.workers)))
+
+
+def test_stages_on_the_cpu_share_its_cores():
+    """Three workers with 2 s of work a step each, two threads at work: cores for one of them, two, three."""
+    plan = line((2.0, 2.0, 2.0))
+    plan = lay_out(replace(plan.graph, threads=2))
+    steps = []
+    for cores in (1, 2, 5, 6, 8):
+        shared = shared_cores(plan, cores, plan.graph.stages)
+        steps.append(simulate(plan, times(plan.graph), windows=60, skip=20, exclusive=shared).step_seconds)
+    assert steps == pytest.approx([6.0, 6.0, 3.0, 2.0, 2.0])
+    assert shared_cores(plan, 2, ["s0"]) == {} == shared_cores(lay_out(replace(plan.graph, threads=None)), 1, ["s0"])
+    elsewhere = {n: replace(w, device=dict.fromkeys(w.stages, ("cuda:0",))) for n, w in plan.graph.workers.items()}
+    assert shared_cores(lay_out(replace(plan.graph, workers=elsewhere)), 2, plan.graph.stages) == {}
 
 
 def test_a_limit_in_bytes_counts():
