@@ -109,7 +109,7 @@ def cross_entropy():
 
 
 def attention():
-    """Anchors ascending and others, unused blocks, one beyond the features, windows, straddled tiles, one block only."""
+    """Anchors ascending and others, unused blocks, one beyond the features, windows, straddled tiles, one block."""
     tiles = fused_attention._TILES_FLOAT32
     for rows, blocks, b, length, window, ascending in (
         (2, 9, 16, 130, None, True),
