@@ -9,6 +9,7 @@ import yaml
 from dflash_pipe import BadInput
 from dflash_pipe.check import check
 from dflash_pipe.graph import dataflow, dump, load
+from stages.batches import Cut
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 TARGETS = sorted(path.name for path in (GRAPHS / "targets").glob("*.yaml"))
@@ -101,3 +102,18 @@ def test_a_word_that_is_no_choice_is_told_with_the_nearest(graph, override, said
     key, _, value = override.partition("=")
     assert f".with.{key.partition('.')[2]}: " in str(caught.value) and repr(value) in str(caught.value)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_shapes_that_a_target_captures_are_those_of_full_micro_batches(target):
+    stages = load(given("overlapped.yaml", target)).stages
+    shapes, told = stages["target"].parameters.get("shapes"), stages["data"].parameters
+    if stages["data"].use == "stages.random_rows:RandomTokens":
+        expected = [[told["rows"], told["length"]]]
+    elif told.get("buckets"):
+        cut = Cut(told["max_tokens"], told.get("max_rows"))
+        expected = [[cut.rows(length), length] for length in told["buckets"]]
+        assert told["buckets"][-1] == told["max_length"]
+    else:
+        expected = None
+    assert shapes == expected
