@@ -225,6 +225,16 @@ def _workers_suit_their_stages(graph: Graph) -> None:
             raise _bad(w, f"turn {w.turn!r} is shared with nobody{nearest(w.turn, [t for t in turns if t != w.turn])}")
 
 
+def _coroutines_share_a_device(graph: Graph) -> None:
+    """They share a thread, and what is computed on is a matter of the thread."""
+    first: tuple[str, str] | None = None
+    for w in graph.workers.values():
+        for device in [d for name in w.stages for d in w.device[name]] if w.kind == "async" else []:
+            first = first or (w.name, device)
+            if device != first[1]:
+                raise _bad(w, f"kind: async, on {device}, but {first[0]!r} is on {first[1]}: they share a thread")
+
+
 def _replicas_keep_the_result(graph: Graph) -> None:
     for w in graph.workers.values():
         if w.replicas == 1:
@@ -318,6 +328,7 @@ _LAWS: Iterable[Callable[[Graph], None]] = (
     _cycles_have_tokens,
     _every_stage_has_a_worker,
     _workers_suit_their_stages,
+    _coroutines_share_a_device,
     _replicas_keep_the_result,
     _replicas_meet_at_ports,
     _one_stage_has_state,

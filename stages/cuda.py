@@ -1,7 +1,8 @@
 """CUDA streams of workers, and copies between devices that are ordered by events instead of waits on the host.
 
-Every thread computes on a stream of its own on each device. What it sends carries an event; whoever receives it has its
-own stream wait for that. Copies run on further streams, two for each pair of devices, from the moment of sending.
+Every thread computes on a stream of its own on each device. What it sends carries events; whoever receives it has its
+own stream wait for them. Copies run on further streams: from the moment of sending, or where the receiver's device is
+not known then (the first free of several replicas takes it), from that of receiving.
 
 PyTorch's allocator gives freed memory to the next who asks on the stream that it was allocated on. So whatever another
 stream reads is recorded on that stream (`Tensor.record_stream`), and then it is not given away before that has read it.
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from stages.tensors import mapped, tensors
 
-__all__ = ["Copies", "Sent", "Streams", "moment"]
+__all__ = ["Lane", "Sent", "Streams", "moment"]
 
 
 class Streams:
-    """The streams of the calling thread, one on each device, and how far its work on each has come."""
+    """The streams of the calling thread: one on each device, and those of its copies; and how far each has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, staged: bool) -> None:
+        """staged: copies between two GPUs go through the host, also where these could reach each other."""
+        self._staged = staged
         self._own = threading.local()
 
     def of(self, device: str) -> torch.cuda.Stream:
@@ -33,6 +36,13 @@ class Streams:
         if device not in streams:
             streams[device] = torch.cuda.Stream(device)
         return streams[device]
+
+    def lane(self, source: str, target: str) -> Lane:
+        """The calling thread's way from one device to another."""
+        lanes: dict[tuple[str, str], Lane] = self._own.__dict__.setdefault("lanes", {})
+        if (source, target) not in lanes:
+            lanes[source, target] = Lane(source, target, staged=self._staged)
+        return lanes[source, target]
 
     def follow(self, device: str) -> None:
         """Wait until `device` has done what the calling thread had given it when it called this the last time."""
@@ -51,11 +61,11 @@ def moment(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class Sent:
-    """A payload on its way. device: where its tensors are, or will be after the event `ready`."""
+    """A payload on its way. ready: (device, event) for every device on which it has tensors that are not there before
+    the event."""
 
     payload: Any
-    device: str
-    ready: torch.cuda.Event
+    ready: tuple[tuple[str, torch.cuda.Event], ...]
 
     @property
     def nbytes(self) -> int:
@@ -64,65 +74,43 @@ class Sent:
 
     def received(self, stream: torch.cuda.Stream | None) -> Any:
         """The payload for whoever computes on `stream`; None: on the host, which waits until it is there."""
-        if stream is None:
-            self.ready.synchronize()
-        else:
-            stream.wait_event(self.ready)
+        for _, event in self.ready:
+            event.synchronize() if stream is None else stream.wait_event(event)
+        if stream is not None:
             for tensor in tensors(self.payload):
                 if tensor.device == stream.device:
                     tensor.record_stream(stream)
         return self.payload
 
 
-class Copies:
-    """Copies between devices. staged: also those between two GPUs that could reach each other go through the host."""
-
-    def __init__(self, *, staged: bool) -> None:
-        self._staged = staged
-        self._lanes: dict[tuple[str, str], _Lane] = {}
-        self._making = threading.Lock()
-
-    def begin(self, payload: Any, source: str, target: str, ready: torch.cuda.Event | None) -> Sent:
-        """Start copying what of the payload lies on `source` to `target`, after the event `ready`; returns at once.
-
-        One of the two devices is a GPU; ready: None if `source` is the CPU.
-        """
-        with self._making:
-            lane = self._lanes.get((source, target))
-            if lane is None:
-                lane = self._lanes[source, target] = _Lane(source, target, staged=self._staged)
-        return lane.begin(payload, ready)
-
-
-class _Lane:
+class Lane:
     """The way from one device to another: a stream on each that is a GPU. The copy between two GPUs is ordered on both.
 
     Where the GPUs cannot reach each other's memory, the way leads through pinned memory of the host.
     """
 
     def __init__(self, source: str, target: str, *, staged: bool) -> None:
-        self._target = torch.device(target)
+        self._source, self._target = torch.device(source), torch.device(target)
         self._out = None if source == "cpu" else torch.cuda.Stream(source)
         self._into = None if target == "cpu" else torch.cuda.Stream(target)
         self._direct = bool(self._out and self._into) and not staged
         if self._direct and not torch.cuda.can_device_access_peer(source, target):
             self._direct = False
-        self._lock = threading.Lock()  # several workers of a device send along it: each payload's steps stay together
 
-    def begin(self, payload: Any, ready: torch.cuda.Event | None) -> Sent:
-        with self._lock:
-            if self._out is not None and ready is not None:
-                self._out.wait_event(ready)
-            copied = mapped(payload, self._copied)
-            last = self._into or self._out
-            assert last is not None
-            return Sent(copied, str(self._target), moment(last))
+    def begin(self, payload: Any, ready: torch.cuda.Event | None) -> tuple[Any, torch.cuda.Event]:
+        """Start copying what of the payload lies on the source, after the event `ready`; returns at once, with the
+        event after which the copies are there."""
+        if self._out is not None and ready is not None:
+            self._out.wait_event(ready)
+        copied = mapped(payload, self._copied)
+        last = self._into or self._out
+        assert last is not None  # one of the two devices is a GPU
+        return copied, moment(last)
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self._target:
+        if tensor.device != self._source:
             return tensor
-        if tensor.is_cuda:
-            assert self._out is not None
+        if self._out is not None:
             tensor.record_stream(self._out)
             if self._direct:
                 with torch.cuda.stream(self._into), torch.cuda.stream(self._out):

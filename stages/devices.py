@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_pipe import Transport
-from stages.cuda import Copies, Sent, Streams, moment
+from stages.cuda import Sent, Streams, moment
 from stages.tensors import tensors
 
 __all__ = ["DeviceTransport", "HostStagedTransport"]
@@ -24,8 +24,7 @@ class DeviceTransport(Transport):
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads
-        self._streams = Streams()
-        self._copies = Copies(staged=self.staged)
+        self._streams = Streams(staged=self.staged)
 
     def accelerators(self) -> list[str]:
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
@@ -39,29 +38,34 @@ class DeviceTransport(Transport):
             torch.cuda.set_stream(self._streams.of(device))
 
     def on_send(self, payload: Any, device: str, to: str | None) -> Any:
-        """Notes the moment when the payload will be ready, and starts the copy if it is known where to."""
-        lies = next((str(tensor.device) for tensor in tensors(payload)), "cpu")
-        if lies == "cpu" and to in ("cpu", None):
+        """Notes the moments when the payload will be ready, and starts the copies if it is known where to."""
+        lies = _devices(payload)
+        if lies <= {"cpu"} and to in ("cpu", None):
             return payload
-        ready = None if lies == "cpu" else moment(self._streams.of(lies))
-        if ready is not None and to in (lies, None):
-            return Sent(payload, lies, ready)
-        assert to is not None
-        return self._copies.begin(payload, lies, to, ready)
+        sent = Sent(payload, self._moments(lies))
+        return sent if to is None else self._brought(sent, to)
 
     def on_receive(self, payload: Any, device: str) -> Any:
-        if isinstance(payload, tuple):
+        if type(payload) is tuple:  # of several replicas
             return tuple(self.on_receive(item, device) for item in payload)
-        here = None if device == "cpu" else self._streams.of(device)
         if not isinstance(payload, Sent):  # handed over inside a worker, or from a CPU that did not know where to
-            away = next((str(t.device) for t in tensors(payload) if str(t.device) != device), None)
-            if away is None:
+            lies = _devices(payload)
+            if lies <= {device}:
                 return payload
-            ready = None if away == "cpu" else moment(self._streams.of(away))
-            payload = self._copies.begin(payload, away, device, ready)
-        elif payload.device != device:
-            payload = self._copies.begin(payload.payload, payload.device, device, payload.ready)
-        return payload.received(here)
+            payload = Sent(payload, self._moments(lies))
+        return self._brought(payload, device).received(None if device == "cpu" else self._streams.of(device))
+
+    def _moments(self, devices: set[str]) -> tuple[tuple[str, torch.cuda.Event], ...]:
+        """When the calling worker's work on each of the GPUs among `devices` will be done."""
+        return tuple((device, moment(self._streams.of(device))) for device in sorted(devices - {"cpu"}))
+
+    def _brought(self, sent: Sent, to: str) -> Sent:
+        """What was sent, with copies to `to` begun of all that lies elsewhere."""
+        payload, ready = sent.payload, [(device, event) for device, event in sent.ready if device == to]
+        for source in sorted(_devices(payload) - {to}):
+            payload, event = self._streams.lane(source, to).begin(payload, dict(sent.ready).get(source))
+            ready.append((to, event))
+        return Sent(payload, tuple(ready))
 
     def follow(self, device: str) -> None:
         if device != "cpu":
@@ -96,3 +100,8 @@ class HostStagedTransport(DeviceTransport):
     """Copies between GPUs go through pinned memory of the host, as they do where GPUs cannot reach each other."""
 
     staged = True
+
+
+def _devices(payload: Any) -> set[str]:
+    """Those on which the payload has tensors."""
+    return {str(tensor.device) for tensor in tensors(payload)}

@@ -31,7 +31,8 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return value | changed
     if isinstance(value, list | tuple):
-        return type(value)(changed.get(name, item) for name, item in items)
+        made = getattr(value, "_make", type(value))  # a named tuple takes its fields one by one
+        return made(changed.get(name, item) for name, item in items)
     return dataclasses.replace(value, **changed)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_pipe import Transport
+from dflash_pipe import BadInput, Transport
 from tests.pipeline import executed, run_of
 
 LOG: list[tuple[Any, ...]] = []
@@ -99,3 +99,30 @@ def test_the_sender_is_told_where_a_payload_goes(noted: Any) -> None:
 def test_towards_replicas(noted: Any, take: str, devices: str, expected: set[str | None]) -> None:
     log = noted("middle.replicas=2", f"middle.take={take}", f"middle.device={devices}")
     assert {to for kind, device, to in (e for e in log if e[0] == "send") if device == "cpu"} == expected
+
+
+ASYNC = """
+window: 2
+transport: "tests.test_behind:Noted"
+stages:
+  count: {use: "tests.pipeline:Count", with: {count: 4}}
+  one: {use: "tests.pipeline:AsyncStep"}
+  two: {use: "tests.pipeline:AsyncStep"}
+  collect: {use: "tests.pipeline:Collect"}
+channels:
+  a: {from: count, to: one}
+  b: {from: one, to: two}
+  c: {from: two, to: collect}
+workers:
+  ends: {stages: [count, collect], device: cpu}
+  first: {stages: [one], kind: async, device: "gpu:0"}
+  second: {stages: [two], kind: async, device: "gpu:0"}
+"""
+
+
+def test_coroutines_share_a_thread_and_so_a_device(tmp_path: Path) -> None:
+    executed(run_of(tmp_path, ASYNC))
+    with pytest.raises(BadInput, match="worker 'second': kind: async, on gpu:1, but 'first' is on gpu:0: they share"):
+        run_of(tmp_path, ASYNC, "second.device=gpu:1")
+    with pytest.raises(BadInput, match="worker 'first': kind: async, on gpu:1, but 'first' is on gpu:0"):
+        run_of(tmp_path, ASYNC, "first.replicas=2", "first.device=[gpu:0, gpu:1]")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 
 from stages.devices import DeviceTransport
+from stages.tensors import mapped
 
 
 def test_a_worker_computes_with_the_threads_of_the_graph() -> None:
@@ -31,3 +35,89 @@ def test_a_payload_without_tensors_stays_what_it_is():
     plain = object()
     assert DeviceTransport().on_receive(plain, "cpu") is plain
     assert DeviceTransport().on_receive((plain,), "cpu") == (plain,)
+
+
+class Lanes:
+    """What a transport asks of its streams, noted; "meta" stands for a GPU, whose tensors have shapes only."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def of(self, device: str) -> Any:
+        return Stream(device, self.waited)
+
+    def lane(self, source: str, target: str) -> Any:
+        return Way(source, target)
+
+
+@dataclass
+class Stream:
+    name: str
+    waited: list[Any]
+    device = torch.device("meta")
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+@dataclass
+class Way:
+    source: str
+    target: str
+
+    def begin(self, payload: Any, ready: Any) -> tuple[Any, Any]:
+        there = torch.device(self.target)
+        copied = mapped(payload, lambda t: torch.empty_like(t, device=there) if str(t.device) == self.source else t)
+        return copied, Moment(f"{self.source} to {self.target} after {ready}")
+
+
+@dataclass(frozen=True)
+class Moment:
+    what: str
+
+    def synchronize(self) -> None:
+        HOST.append(self)
+
+    def __str__(self) -> str:
+        return self.what
+
+
+HOST: list[Moment] = []
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("stages.devices.moment", lambda stream: Moment(f"work on {stream.name}"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    HOST.clear()
+    made = DeviceTransport()
+    made._streams = Lanes()  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("order", [("cpu", "meta"), ("meta", "cpu")])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("to", "awaited"),
+    [
+        ("meta", {"work on meta", "cpu to meta after None"}),
+        ("cpu", {"meta to cpu after work on meta"}),
+    ],
+)
+def test_a_payload_on_several_devices_arrives_whole(
+    transport: Any, order: tuple[str, str], known: bool, to: str, awaited: set[str]
+) -> None:
+    """In whatever order its tensors are, and whether or not the sender knew where to."""
+    payload = [torch.zeros(3, device=device) for device in order]
+    sent = transport.on_send(payload, "meta", to if known else None)
+    received = transport.on_receive(sent, to)
+    assert [str(tensor.device) for tensor in received] == [to, to]
+    waited = HOST if to == "cpu" else transport._streams.waited
+    assert {str(moment) for moment in waited} == awaited
+
+
+def test_inside_a_worker_it_is_brought_as_well(transport: Any) -> None:
+    received = transport.on_receive([torch.zeros(3), torch.zeros(3, device="meta")], "meta")
+    assert [str(tensor.device) for tensor in received] == ["meta", "meta"]
+    there = [torch.zeros(3, device="meta")]
+    assert transport.on_receive(there, "meta") is there

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.tensors import mapped, tensors
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ PAYLOADS = st.recursive(
     LEAVES,
     lambda inner: (
         inner.map(Box)
+        | st.builds(Pair, inner, inner)
         | st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(st.text(max_size=2), inner, max_size=3)
@@ -35,6 +41,8 @@ def plain(value: Any) -> Any:
         return ("tensor", value.item())
     if isinstance(value, Box):
         return ("box", plain(value.inside))
+    if isinstance(value, Pair):
+        return ("pair", plain(value.first), plain(value.second))
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,7 +58,8 @@ def late(transport: DeviceTransport, to: str | None) -> Any:
     transport.finish("cuda:0")
     begin = time.perf_counter()
     sent = transport.on_send(launched(), "cuda:0", to)
-    assert isinstance(sent, Sent) and not sent.ready.query() and sent.nbytes == 4 * SIZE
+    assert isinstance(sent, Sent) and sent.nbytes == 4 * SIZE
+    assert not any(event.query() for _, event in sent.ready)
     assert time.perf_counter() - begin < 0.1
     return sent
 
@@ -87,7 +89,8 @@ def test_on_another_gpu_it_is_read_when_it_is_there(transport: DeviceTransport, 
 def test_the_copy_starts_when_it_is_sent(transport: DeviceTransport) -> None:
     sent = late(transport, "cuda:1")
     assert str(sent.payload.flat.device) == "cuda:1"
-    sent.ready.synchronize()
+    for _, event in sent.ready:
+        event.synchronize()
     assert float(sent.payload.flat.sum()) == SIZE
 
 
@@ -98,6 +101,21 @@ def test_from_the_host(transport: DeviceTransport) -> None:
     assert elsewhere(lambda: total(transport, sent, "cuda:0")) == SIZE
     assert transport.on_send(Parameters(flat, 7), "cpu", None).flat is flat  # nobody knows yet where to
     assert elsewhere(lambda: total(transport, Parameters(flat, 7), "cuda:0")) == SIZE
+
+
+@pytest.mark.parametrize("order", [("cpu", "cuda:0"), ("cuda:0", "cpu")])
+@pytest.mark.parametrize("to", ["cpu", "cuda:0"])
+def test_a_payload_on_both_arrives_whole(transport: DeviceTransport, order: tuple[str, str], to: str) -> None:
+    late_one = launched().flat
+    parts = [late_one if device == "cuda:0" else torch.ones(SIZE) for device in order]
+
+    def sums(sent: Any) -> list[float]:
+        transport.enter(to)
+        return [float(part.sum()) for part in transport.on_receive(sent, to)]
+
+    for known in (to, None):
+        sent = transport.on_send(parts, "cuda:0", known)
+        assert elsewhere(partial(sums, sent)) == [SIZE, SIZE]
 
 
 def overwritten(transport: DeviceTransport, to: str) -> float:
