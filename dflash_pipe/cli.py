@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -63,11 +63,11 @@ def run(
     trace: Annotated[Path | None, typer.Option(help="write a timeline for ui.perfetto.dev to this file")] = None,
 ) -> None:
     """Run a graph to its end. With --resume and no FILE, the graph is the one in the run folder."""
-    writable("--trace", trace)
     if resume is not None:
         newest(resume)  # there is one
     arguments = graphs or []
     graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not _files(arguments) else arguments)
+    writable("--trace", trace, graph.files)
     chosen = graph.name not in {Path(file).stem for file in graph.files}
     folder = resume or fresh(runs, graph.name, chosen=chosen)
     console = Console(force_terminal=False) if plain else Console()
@@ -114,7 +114,6 @@ def predict(
     write: Annotated[Path | None, typer.Option(help="with --gpus: write the best split as a graph file")] = None,
 ) -> None:
     """Say how long a step of a graph will take, what decides that, and what changes would bring."""
-    writable("--write", write)
     if gpus is None and write is not None:
         raise BadInput("--write needs --gpus", "command line")
     if gpus is not None and what_if:
@@ -122,6 +121,7 @@ def predict(
     if rows is not None and rows < 1:
         raise BadInput(f"--rows is {rows}, expected at least 1", "command line")
     graph, measured, options = opened(graphs or []), load_profile(profile), Options(rows=rows)
+    writable("--write", write, [*graph.files, str(profile)])
     if rows is not None and not any("rows" in s.measures for parts in measured.stages.values() for s in parts.values()):
         raise BadInput("--rows: the profile measures no rows, so there is no ETA", str(profile))
     if gpus is None:
@@ -166,17 +166,19 @@ def opened(arguments: list[str]) -> Graph:
     return graph
 
 
-def writable(option: str, file: Path | None) -> None:
-    """Raise BadInput, before anything runs, where an option's file could not be written."""
+def writable(option: str, file: Path | None, inputs: Sequence[str] = ()) -> None:
+    """Raise BadInput, before anything runs, where an option's file is one of the inputs or could not be written."""
     if file is None:
         return
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise BadInput(f"{option}: there is no folder {folder}", "command line")
-    if file.is_dir():
-        raise BadInput(f"{option}: {file} is a folder, expected a file", "command line")
-    if not os.access(folder, os.W_OK):
-        raise BadInput(f"{option}: {folder} cannot be written to", "command line")
+    if file.resolve() in [Path(each).resolve() for each in inputs]:
+        raise BadInput(f"{option}: {file} is read by this command, expected another file to write to", "command line")
+    there = file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise BadInput(f"{option}: {file} cannot be written ({error.strerror})", "command line") from None
+    if not there:
+        file.unlink()
 
 
 def _files(arguments: list[str]) -> list[str]:

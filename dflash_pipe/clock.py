@@ -1,31 +1,26 @@
-"""Simulated time: processes that work and wait, bounded channels and gates between them, and why each one waited.
+"""Simulated time: processes that work and wait, bounded channels between them, and why each one waited.
 
-A process is a generator. It yields seconds while it works, and None once it has queued up for something; whoever
-provides that something wakes it. Every piece of work remembers the piece that it had to wait for, so the chain of
-pieces that decided when anything happened can be read off backwards from its end.
+A process is a coroutine. It suspends with the seconds that it works, or with None once it has queued up for something;
+whoever provides that something wakes it. Every piece of work remembers the piece that it had to wait for, so the chain
+of pieces that decided when anything happened can be read off backwards from its end.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
+from types import coroutine
 from typing import Any, NamedTuple
 
-from dflash_pipe.message import Stamp
-from dflash_pipe.stats import BLOCKED, BUSY, STARVED
+from dflash_pipe.gate import Gate
+from dflash_pipe.message import ELSEWHERE, Message
+from dflash_pipe.stats import BLOCKED, STARVED, Activity
 
-__all__ = ["Channel", "Clock", "Gate", "Parcel", "Place", "Process", "Steps", "Work"]
+__all__ = ["Channel", "Clock", "Place", "Process", "Work"]
 
-Steps = Generator[float | None, None, Any]
-
-
-class Parcel(NamedTuple):
-    """A message on a simulated channel. real: False where it was dealt to another replica; then it takes no room."""
-
-    stamp: Stamp
-    real: bool
-    nbytes: int
+_ELSEWHERE = -1  # instead of its bytes: the message was dealt elsewhere and takes no room
 
 
 class Work(NamedTuple):
@@ -41,34 +36,40 @@ class Work(NamedTuple):
     via: str
 
 
-class Process:
-    """A worker replica in simulated time."""
+@coroutine
+def _suspend(seconds: float | None) -> Generator[float | None, None, None]:
+    yield seconds
+
+
+class Process(Activity):
+    """A worker replica in simulated time: what it does, and how it waits (`dflash_pipe.route.Waits`)."""
 
     def __init__(self, name: str, clock: Clock) -> None:
-        self.name = name
+        super().__init__(name, lambda: clock.now)
         self.last: Work | None = None
         self.via = ""
-        self.handed: Any = None
-        self.body: Steps
-        self.waits_for = ""
-        self._clock = clock
-        self._state, self._since = BUSY, 0.0
-        self._spent = {BUSY: 0.0, STARVED: 0.0, BLOCKED: 0.0}
+        self.handed: Message
+        self.body: Coroutine[float | None, None, None]
+        self._time = clock
 
-    def work(self, stage: str, part: str, seconds: float) -> Steps:
+    async def work(self, stage: str, part: str, seconds: float) -> None:
         """Compute for so long."""
-        start = self._clock.now
-        yield seconds
-        self.last, self.via = Work(self.name, stage, part, start, self._clock.now, self.last, self.via), ""
+        start = self._time.now
+        await _suspend(seconds)
+        self.last, self.via = Work(self.worker, stage, part, start, self._time.now, self.last, self.via), ""
 
-    def turn_to(self, state: str, waits_for: str = "") -> None:
-        """From now on busy, starved or blocked."""
-        self._spent[self._state] += self._clock.now - self._since
-        self._state, self._since, self.waits_for = state, self._clock.now, waits_for
+    def receive(self, receiver: Channel) -> Coroutine[Any, Any, Message]:
+        """The next message."""
+        return receiver.receive(self)
 
-    def spent(self) -> dict[str, float]:
-        """Seconds in each state until now."""
-        return {**self._spent, self._state: self._spent[self._state] + self._clock.now - self._since}
+    def send(self, sender: Channel, message: Message) -> Coroutine[Any, Any, None]:
+        """Give the message away."""
+        return sender.send(self, message)
+
+    async def at(self, gate: Gate, key: Any) -> None:
+        """Pass the gate."""
+        if gate.queue_up(key, partial(self._time.wake, self, gate.via), self):
+            await _suspend(None)
 
 
 class Clock:
@@ -80,7 +81,7 @@ class Clock:
         self._number = 0
         self._running: Process | None = None
 
-    def start(self, process: Process, body: Steps) -> None:
+    def start(self, process: Process, body: Coroutine[float | None, None, None]) -> None:
         """Let a process begin now."""
         process.body = body
         self._schedule(process, 0.0)
@@ -90,9 +91,9 @@ class Clock:
         giver = self._running
         assert giver is not None
         if giver.via:  # it has waited itself and not worked since: it appears on the chain as one that passes on
-            giver.last, giver.via = Work(giver.name, "", "", self.now, self.now, giver.last, giver.via), ""
+            giver.last, giver.via = Work(giver.worker, "", "", self.now, self.now, giver.last, giver.via), ""
         process.last, process.via = giver.last, via
-        process.turn_to(BUSY)
+        process.resume()
         self._schedule(process, 0.0)
 
     def run(self, ended: Callable[[], bool]) -> None:
@@ -100,7 +101,7 @@ class Clock:
         while self._due and not ended():
             self.now, _, process = heapq.heappop(self._due)
             self._running = process
-            pause = next(process.body, None)
+            pause = process.body.send(None)
             if pause is not None:
                 self._schedule(process, pause)
 
@@ -110,102 +111,85 @@ class Clock:
 
 
 class Channel:
-    """Bounded like `dflash_pipe.channel.Channel`: a parcel takes room until it is received."""
+    """Bounded like `dflash_pipe.channel.Channel`: a message takes room until it is received. A payload is its bytes."""
 
     def __init__(self, clock: Clock, name: str, items: int, nbytes: int | None) -> None:
-        self._clock, self._name = clock, name
+        self._clock, self._name = clock, name.partition("[")[0]  # on a path all queues of a route are one
         self._max_items, self._max_bytes = items, nbytes
         self._items = self._nbytes = 0
-        self._queue: deque[Parcel] = deque()
-        self._senders: deque[tuple[Process, Parcel]] = deque()
+        self._queue: deque[tuple[Message, int]] = deque()
+        self._senders: deque[tuple[Process, Message, int]] = deque()
         self._receivers: deque[Process] = deque()
 
-    def send(self, me: Process, parcel: Parcel) -> Steps:
-        """Put it in; wait while there is no room."""
-        if self._fits(parcel):
-            self._put(parcel)
-        else:
-            self._senders.append((me, parcel))
-            me.turn_to(BLOCKED, f"room in {self._name!r}")
-            yield None
+    def sender(self) -> Channel:
+        """It is its own ends."""
+        return self
 
-    def receive(self, me: Process) -> Steps:
-        """Take the first one out (the generator's value); wait while there is none."""
+    receiver = sender
+
+    def close(self) -> None:
+        """Nobody ever leaves."""
+
+    async def send(self, me: Process, message: Message) -> None:
+        """Put it in; wait while there is no room."""
+        nbytes = _ELSEWHERE if message.payload is ELSEWHERE else message.payload
+        if self._fits(nbytes):
+            self._put(message, nbytes)
+        else:
+            self._senders.append((me, message, nbytes))
+            me.wait(BLOCKED, f"room in {self._name!r}")
+            await _suspend(None)
+
+    async def receive(self, me: Process) -> Message:
+        """Take the first one out; wait while there is none."""
         if self._queue:
             return self._take()
         self._receivers.append(me)
-        me.turn_to(STARVED, f"input from {self._name!r}")
-        yield None
+        me.wait(STARVED, f"input from {self._name!r}")
+        await _suspend(None)
         return me.handed
 
-    def _fits(self, parcel: Parcel) -> bool:
-        if not parcel.real or self._items == 0:
+    def _fits(self, nbytes: int) -> bool:
+        if nbytes == _ELSEWHERE or self._items == 0:
             return True
-        fits = self._max_bytes is None or self._nbytes + parcel.nbytes <= self._max_bytes
+        fits = self._max_bytes is None or self._nbytes + nbytes <= self._max_bytes
         return fits and self._items < self._max_items
 
-    def _put(self, parcel: Parcel) -> None:
-        self._items += parcel.real
-        self._nbytes += parcel.nbytes
-        self._queue.append(parcel)
+    def _put(self, message: Message, nbytes: int) -> None:
+        if nbytes != _ELSEWHERE:
+            self._items, self._nbytes = self._items + 1, self._nbytes + nbytes
+        self._queue.append((message, nbytes))
         if self._receivers:
             receiver = self._receivers.popleft()
             receiver.handed = self._take()
             self._clock.wake(receiver, self._name)
 
-    def _take(self) -> Parcel:
-        parcel = self._queue.popleft()
-        self._items -= parcel.real
-        self._nbytes -= parcel.nbytes
-        while self._senders and self._fits(self._senders[0][1]):
-            sender, waiting = self._senders.popleft()
+    def _take(self) -> Message:
+        message, nbytes = self._queue.popleft()
+        if nbytes != _ELSEWHERE:
+            self._items, self._nbytes = self._items - 1, self._nbytes - nbytes
+        while self._senders and self._fits(self._senders[0][2]):
+            sender, waiting, held = self._senders.popleft()
             self._clock.wake(sender, f"room in {self._name}")
-            self._put(waiting)
-        return parcel
-
-
-class Gate:
-    """Processes pass with a key when `admits(key)` says so, which also takes the place."""
-
-    def __init__(self, clock: Clock, name: str) -> None:
-        self._clock, self._name = clock, name
-        self._waiting: list[tuple[Process, Any]] = []
-
-    def admits(self, key: Any) -> bool:
-        raise NotImplementedError
-
-    def wait(self, me: Process, key: Any = None) -> Steps:
-        """Pass, as soon as that is allowed."""
-        if not self.admits(key):
-            self._waiting.append((me, key))
-            me.turn_to(STARVED, self._name)
-            yield None
-
-    def settle(self) -> None:
-        """The state has changed: let in whoever may pass now, first come, first served."""
-        progress = True
-        while progress:
-            progress = False
-            for waiting in list(self._waiting):
-                if self.admits(waiting[1]):
-                    self._waiting.remove(waiting)
-                    self._clock.wake(waiting[0], self._name)
-                    progress = True
+            self._put(waiting, held)
+        return message
 
 
 class Place(Gate):
     """Held by `room` processes at a time: a device that several workers compute on."""
 
-    def __init__(self, clock: Clock, name: str, room: int) -> None:
-        super().__init__(clock, name)
+    def __init__(self, name: str, room: int) -> None:
+        super().__init__(name, name)
         self._free = room
 
-    def admits(self, key: Any) -> bool:
+    def _attempt(self, key: Any) -> bool:
         if self._free == 0:
             return False
         self._free -= 1
         return True
 
     def leave(self) -> None:
-        self._free += 1
-        self.settle()
+        """One of them has computed."""
+        with self._lock:
+            self._free += 1
+            self._settle()

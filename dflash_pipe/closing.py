@@ -24,20 +24,22 @@ def closing_lines(graph: Graph, profile: Profile | None, unmeasured: str) -> Ite
         yield f"step time: not measured ({unmeasured})"
         return
     steps = profile.steps
-    measured = median(steps.seconds)
-    line = f"step: {duration(measured)} measured (median of {steps.count} after {profile.warm_up} of warm-up)"
+    line = f"step: {duration(steps.mean)} measured (mean of {steps.count} after {profile.warm_up} of warm-up, "
+    line += f"median {duration(median(steps.seconds))})"
     try:
         own, tried = _forecasts(graph, profile)
     except Exception as error:  # a run that has done its work does not fail for a forecast
         why = error.message if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
         yield f"{line}; no forecast: {why}"
     else:
-        forecast = own.pace.median
-        yield f"{line}, {duration(forecast)} forecast: overlap efficiency {forecast / measured:.1%}"
+        yield f"{line}, {duration(own.pace.step)} forecast: overlap efficiency {own.pace.step / steps.mean:.1%}"
         yield tried.verdict
         if tried.refusal:
             yield f"no change is forecast: {tried.refusal}"
-    yield from profile.doubts()
+    if any(
+        channel.initial for channel in graph.channels.values()
+    ):  # it trains: its steps are alike, and worth a forecast
+        yield from profile.doubts()
     yield " · ".join(_rates(profile))
 
 

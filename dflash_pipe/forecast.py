@@ -14,20 +14,21 @@ import numpy as np
 from dflash_pipe.critical import Cycle, critical_cycle, seconds_by_stage
 from dflash_pipe.cycles import events, is_marked, maximum_ratio
 from dflash_pipe.errors import BadInput, Stalled, nearest
+from dflash_pipe.exclusive import Exclusive, Resource, shared_cores, shared_devices
 from dflash_pipe.graph import Graph
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import Profile
 from dflash_pipe.service import constant_times, drawn_times, sped_up, uncontended, varies
-from dflash_pipe.simulate import Shares, Simulated, Times, simulate
-from dflash_pipe.simulated_wiring import Exclusive, Resource, shared_cores, shared_devices
+from dflash_pipe.simulate import Simulated, Times, simulate
 from dflash_pipe.sizes import resized, sizes, telling_keys
+from dflash_pipe.stats import WorkerShares
 from dflash_pipe.what_if import Change, asked, graph_of, usual
 
-__all__ = ["Forecast", "Options", "Outcome", "Pace", "predict"]
+__all__ = ["TRUSTED", "Forecast", "Options", "Outcome", "Pace", "predict"]
 
 # A forecast that misses the measured step by more than this says nothing about changes.
-_TRUSTED = 0.10
+TRUSTED = 0.10
 # How many messages, times stages, a simulation looks at: enough for a median within a percent, and soon done.
 _FIRINGS = 30_000
 # Below this speedup a change of the graph is not worth a word.
@@ -62,7 +63,7 @@ class Pace:
     exact: bool
     cycle: Cycle
     stages: dict[str, float]
-    workers: dict[str, Shares]
+    workers: dict[str, WorkerShares]
     remarks: tuple[str, ...]
 
 
@@ -126,10 +127,10 @@ class _Prediction:
             self._refuse_unknown(graph, change)
         measured, own = self.profile.steps.mean, self._pace(self.profiled, {}).step
         refusal = ""
-        if abs(own / measured - 1) > _TRUSTED:
+        if abs(own / measured - 1) > TRUSTED:
             refusal = (
                 f"the forecast of the profiled run itself is {own:.4g} s a step, measured were {measured:.4g} s: "
-                f"more than {_TRUSTED:.0%} off, so nothing is said about changes"
+                f"more than {TRUSTED:.0%} off, so nothing is said about changes"
             )
         if self.options.changes:
             names = {change.name for change in changes}

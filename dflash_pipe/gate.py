@@ -32,10 +32,11 @@ class Gate:
     """Workers pass with a key; `_attempt(key)` says under the lock whether that key may pass now, and takes its place.
 
     Whoever changes the state calls `_settle`, which lets in everybody who may pass by now.
+    name: what a worker waits for. via: what let it on, on a critical path.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, via: str) -> None:
+        self.name, self.via = name, via
         self._lock = threading.Lock()
         self._waiters: list[_Waiter] = []
         self._cancelled = False
@@ -46,16 +47,14 @@ class Gate:
     def wait(self, key: Any) -> None:
         """Block the calling thread until `key` may pass. Raises Cancelled."""
         event = threading.Event()
-        waiter = self._queue_up(key, event.set)
-        if not waiter.admitted:
+        if waiter := self.queue_up(key, event.set, activity_here()):
             event.wait()
             self._admitted(waiter)
 
     async def await_(self, key: Any) -> None:
         """`wait` for a coroutine."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
-        waiter = self._queue_up(key, lambda: loop.call_soon_threadsafe(event.set))
-        if not waiter.admitted:
+        if waiter := self.queue_up(key, lambda: loop.call_soon_threadsafe(event.set), activity_here()):
             await event.wait()
             self._admitted(waiter)
 
@@ -67,18 +66,17 @@ class Gate:
             for waiter in waiters:
                 waiter.wake()
 
-    def _queue_up(self, key: Any, wake: Callable[[], object]) -> _Waiter:
-        activity = activity_here()
-        waiter = _Waiter(key, wake, activity)
+    def queue_up(self, key: Any, wake: Callable[[], object], activity: Activity) -> _Waiter | None:
+        """Pass at once (None), or wait from now on: `wake` is called when it may pass. Raises Cancelled."""
         with self._lock:
             if self._cancelled:
                 raise Cancelled(self.name)
             if self._attempt(key):
-                waiter.admitted = True
-            else:
-                activity.wait(STARVED, self.name)
-                self._waiters.append(waiter)
-        return waiter
+                return None
+            activity.wait(STARVED, self.name)
+            waiter = _Waiter(key, wake, activity)
+            self._waiters.append(waiter)
+            return waiter
 
     def _admitted(self, waiter: _Waiter) -> None:
         if not waiter.admitted:
@@ -106,7 +104,7 @@ class ReorderGate(Gate):
     """
 
     def __init__(self, worker: str, size: int, merges: int, start: int) -> None:
-        super().__init__(f"the merge behind {worker!r}")
+        super().__init__(f"the merge behind {worker!r}", f"merge behind {worker}")
         self._size = size
         self._next: list[float] = [start] * merges
 
@@ -133,7 +131,7 @@ class GroupGate(Gate):
     """
 
     def __init__(self, channel: str, size: int, start: int) -> None:
-        super().__init__(f"the rest of its group on {channel!r}")
+        super().__init__(f"the rest of its group on {channel!r}", f"group on {channel}")
         self._size, self._start = size, start
         self._complete: float = start  # the first message that is not in a complete group
 
@@ -164,7 +162,7 @@ class CreditGate(Gate):
     def __init__(
         self, per: Literal["message", "window"], limit: int, message_enders: int, window_enders: int, window: int
     ) -> None:
-        super().__init__(f"a credit ({per}s)")
+        super().__init__(f"a credit ({per}s)", f"credit ({per}s)")
         self._per, self._free = per, limit
         self._message_enders, self._window_enders, self._window = message_enders, window_enders, window
         self._done: dict[int, int] = {}
@@ -213,7 +211,7 @@ class TurnGate(Gate):
     """Of all workers that share it only one computes at a time; replicas of one stage get it in input order."""
 
     def __init__(self, name: str, start: int) -> None:
-        super().__init__(f"its turn ({name})")
+        super().__init__(f"its turn ({name})", f"turn {name}")
         self._taken = False
         self._start = start
         self._next: dict[str, int] = {}

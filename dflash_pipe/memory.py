@@ -1,15 +1,16 @@
 """How much memory each device of a plan needs, estimated before anything is loaded, and whether that can fit.
 
 Stages say what they need (`Stage.footprint`); what is added here are the messages on their way. Those towards another
-device lie there from the moment they are sent. The sum is an upper bound, where stages that cannot compute at the same
-time count their working memory once: those of one worker, and those that wait for each other on a feedback channel with
-one token. What no stage speaks of (the driver, a library's workspace, allocator waste) is not in it.
+device lie there from the moment they are sent. The sum is an upper bound. Of stages that never compute at the same time
+only what needs most is counted: of those of one worker, and of a stage that fires once a window against those that
+it waits for around a feedback channel with one token. What no stage speaks of (the driver, a library's workspace,
+allocator waste) is not in it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,13 +58,13 @@ def estimate(plan: Plan) -> list[Need]:
         name = station.stage if worker.spec.replicas == 1 else f"{station.stage}[{worker.replica}]"
         parts[station.device] += [(f"{name}: {part}", size) for part, size in own.held.items()]
         at_work = tuple((f"{name}: {part}, at work", size) for part, size in own.working.items())
-        working[station.device].append(_Work(station.stage, worker, at_work))
+        working[station.device].append(_Work(station.stage, worker.name, at_work))
     for device, name, size in _messages(plan, prints):
         parts[device].append((name, size))
-    apart = _never_together(plan.graph)
+    turns = _turns(plan)
     needs = []
     for device, fixed in parts.items():
-        together = _most_at_once(working[device], apart)
+        together = _most_at_once(working[device], turns)
         listed = [part for part in (*fixed, *(p for work in together for p in work.parts)) if part[1]]
         if listed:
             listed.sort(key=lambda part: -part[1])
@@ -144,7 +145,7 @@ class _Work:
     """The working memory of one stage on one worker."""
 
     stage: str
-    worker: WorkerPlan
+    worker: str
     parts: tuple[tuple[str, int], ...]
 
     @property
@@ -152,40 +153,65 @@ class _Work:
         return sum(size for _, size in self.parts)
 
 
-def _most_at_once(works: Sequence[_Work], apart: Callable[[_Work, _Work], bool]) -> tuple[_Work, ...]:
-    """Those of `works` that can compute at the same time and need the most together."""
-    works = [work for work in works if work.size]
-    if not works:
-        return ()
-    first, rest = works[0], works[1:]
-    without = _most_at_once(rest, apart)
-    beside = [work for work in rest if not apart(first, work)]
-    with_first = (first, *_most_at_once(beside, apart))
-    return max(with_first, without, key=lambda chosen: sum(work.size for work in chosen))
+def _most_at_once(works: Sequence[_Work], turns: Sequence[tuple[set[str], set[str]]]) -> list[_Work]:
+    """Those of `works` that can compute at the same time and need the most together: the largest of each worker.
+
+    Of a cycle with one token (`_turns`) either a stage that computes alone does, or the others.
+    """
+    bounds = [_largest(works)]
+    for alone, cycle in turns:
+        ways = [_largest([work for work in works if work.stage not in alone])]
+        ways += [
+            _largest([work for work in works if work.stage == one or work.stage not in cycle]) for one in sorted(alone)
+        ]
+        bounds.append(max(ways, key=_total))
+    return min(bounds, key=_total)
 
 
-def _never_together(graph: Graph) -> Callable[[_Work, _Work], bool]:
-    single = [(channel, _cycle(graph, channel)) for channel in graph.channels.values() if channel.initial == 1]
-
-    def apart(one: _Work, other: _Work) -> bool:
-        if one.worker is other.worker:
-            return True
-        if one.stage == other.stage or not {"window"} & {_rate(one), _rate(other)}:
-            return False  # within a window they take different messages
-        return any({one.stage, other.stage} <= cycle for channel, cycle in single if channel.per == "window")
-
-    return apart
+def _largest(works: Sequence[_Work]) -> list[_Work]:
+    """One of each worker."""
+    largest: dict[str, _Work] = {}
+    for work in works:
+        if work.worker not in largest or work.size > largest[work.worker].size:
+            largest[work.worker] = work
+    return list(largest.values())
 
 
-def _rate(work: _Work) -> str:
-    return next(station.rate for station in work.worker.stations if station.stage == work.stage)
+def _total(works: Sequence[_Work]) -> int:
+    return sum(work.size for work in works)
+
+
+def _turns(plan: Plan) -> list[tuple[set[str], set[str]]]:
+    """(stages that compute alone, all stages) of each cycle that is closed by a feedback channel with one token.
+
+    A stage that fires once a window is alone if every other stage of the cycle has to wait for it, or it for them.
+    Stages that fire once a message are not: within a window they take different messages.
+    """
+    graph = plan.graph
+    steps = _steps(graph)
+    once = {station.stage for worker in plan.workers for station in worker.stations if station.rate == "window"}
+    turns = []
+    for feedback in graph.channels.values():
+        if feedback.initial == 1 and feedback.per == "window":
+            cycle = _cycle(graph, feedback)
+            alone = {stage for stage in cycle & once if cycle <= _before(steps, stage) | _reached(steps, {stage})}
+            turns.append((alone, cycle))
+    return turns
 
 
 def _cycle(graph: Graph, feedback: ChannelSpec) -> set[str]:
     """The stages on the cycles that a feedback channel closes."""
-    steps = [(c.sender, to.stage) for c in graph.channels.values() if c.initial == 0 for to in c.receivers]
-    behind = _reached(steps, {to.stage for to in feedback.receivers})
-    return behind & _reached([(to, sender) for sender, to in steps], {feedback.sender})
+    steps = _steps(graph)
+    return _reached(steps, {to.stage for to in feedback.receivers}) & _before(steps, feedback.sender)
+
+
+def _steps(graph: Graph) -> list[tuple[str, str]]:
+    """(sender, receiver) of what is no feedback."""
+    return [(c.sender, to.stage) for c in graph.channels.values() if c.initial == 0 for to in c.receivers]
+
+
+def _before(steps: Sequence[tuple[str, str]], stage: str) -> set[str]:
+    return _reached([(to, sender) for sender, to in steps], {stage})
 
 
 def _reached(steps: Sequence[tuple[str, str]], begin: set[str]) -> set[str]:
@@ -202,40 +228,61 @@ def _reached(steps: Sequence[tuple[str, str]], begin: set[str]) -> set[str]:
 def _messages(plan: Plan, prints: Mapping[tuple[str, int], Footprint]) -> Iterator[tuple[str, str, int]]:
     """(device, name, bytes) of what is on its way, or in the hands of those at the ends.
 
-    A payload that goes to several receivers is there once on each device.
+    A payload that goes into several channels lies there once on its sender's device; towards another one each channel
+    copies it by itself.
     """
-    counts: dict[tuple[str, str, str], dict[str, tuple[int, int]]] = {}
+    shared: dict[tuple[str, str, str], list[tuple[int, int, str]]] = {}
+    for (device, name), (channel, count, size) in _counted(plan, prints).items():
+        if {device} == set(_devices(plan, channel.sender)):
+            shared.setdefault((device, channel.sender, channel.per), []).append((count * size, count, name))
+        else:
+            yield device, _messages_of(name, count, size), count * size
+    for (device, _, _), found in shared.items():
+        total, count, name = max(found)
+        yield device, _messages_of(name, count, total // count), total
+
+
+def _messages_of(name: str, count: int, size: int) -> str:
+    return f"{name}: {count} message{'s' if count > 1 else ''} of {amount(size)}"
+
+
+def _counted(
+    plan: Plan, prints: Mapping[tuple[str, int], Footprint]
+) -> dict[tuple[str, str], tuple[ChannelSpec, int, int]]:
+    """(device, channel's name) -> the channel, how many of its payloads lie there at most, and the bytes of one."""
+    found: dict[tuple[str, str], tuple[ChannelSpec, int, int]] = {}
     for route in plan.routes:
         channel = route.channel
         own = prints[channel.sender, 0]
         end_window = channel.per == "window" and plan.graph.stages[channel.sender].signature.window_output is not None
         size = own.window_sent if end_window else own.sent
         for device, count in _on_their_way(plan, route, size):
-            found = counts.setdefault((device, channel.sender, channel.per), {})
-            found[channel.name] = (found.get(channel.name, (0, 0))[0] + count, size)
-    for (device, _, _), by_channel in counts.items():
-        name, (count, size) = max(by_channel.items(), key=lambda item: item[1])
-        if count and size:
-            yield device, f"{name}: {count} message{'s' if count > 1 else ''} of {amount(size)}", count * size
+            before = found[device, channel.name][1] if (device, channel.name) in found else 0
+            found[device, channel.name] = channel, before + count, size
+    return found
 
 
 def _on_their_way(plan: Plan, route: RoutePlan, size: int) -> Iterator[tuple[str, int]]:
     """(device, how many payloads of a route lie there at most): one is being made, some wait, one is in use."""
     if not size:
         return
-    senders = _devices(plan, route.channel.sender)
-    tokens = _tokens(plan.graph, route.channel)
-    for receiver in _devices(plan, route.to.stage):
+    senders, receivers = _devices(plan, route.channel.sender), _devices(plan, route.to.stage)
+    tokens, waiting = _tokens(plan.graph, route.channel), _waiting(plan, route, size)
+    for receiver in receivers:
         gathered = len(senders) if route.kind == "gathered" else 1
-        count = (_waiting(plan, route, size) + 1) * gathered
+        count = (waiting + 1) * gathered
         if tokens is not None:  # around a cycle, never more; the receiver keeps its last one until the next is there
             count = min(count, (tokens + (1 if route.feedback else 0)) * gathered)
         yield receiver, count
     if route.kind == "local":
         return  # what is being made is what will be in use
     for sender in senders:
-        if tokens is None or sender not in _devices(plan, route.to.stage):
-            yield sender, 1
+        if {sender} == set(receivers) or (tokens is not None and sender in receivers):
+            continue  # the one that is about to be put in is the one that was made
+        made = 2  # one is being made while the last is copied
+        if route.kind == "shared" and len(set(receivers)) > 1:
+            made = waiting + 1  # where it goes is known when it is taken
+        yield sender, made if tokens is None else min(made, tokens)
 
 
 def _waiting(plan: Plan, route: RoutePlan, size: int) -> int:

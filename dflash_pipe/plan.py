@@ -87,6 +87,24 @@ class Plan:
         reached = _reached(worker, self.routes, place)
         return [r for r in self.routes if r.merge and place[r.channel.sender] in reached]
 
+    def in_order(self, worker: WorkerPlan) -> bool:
+        """Whether the worker's replicas get a turn in input order. Where they take messages in none, whoever waited for
+        an earlier one might wait for ever."""
+        unordered = any(route.unordered and route.to.stage in worker.spec.stages for route in self.routes)
+        return worker.spec.replicas > 1 and not unordered
+
+    @property
+    def enders(self) -> tuple[int, int]:
+        """Stages at which the stream ends: per message, and per window."""
+        rates = list({s.stage: s.rate for w in self.workers for s in w.stations if s.ends}.values())
+        return rates.count("message"), rates.count("window")
+
+    @property
+    def ends_in_window(self) -> int:
+        """How often the stations where the stream ends fire until a window is over (replicas share the messages)."""
+        per_message, per_window = self.enders
+        return per_message * self.graph.window + per_window
+
     def table(self) -> str:
         """Two aligned text tables: workers and channels."""
         workers: list[tuple[str, ...]] = [("worker", "kind", "stages", "device", "takes", "notes")]

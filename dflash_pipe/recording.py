@@ -123,7 +123,7 @@ class Recording:
         self._waits: dict[str, Newest[WaitEntry]] = {}
         self._depths: dict[str, Newest[DepthEntry]] = {}
         self._lock = threading.Lock()
-        self._due = _firings_that_end_a_window(plan)
+        self._due = plan.ends_in_window
         self._left: dict[int, int] = {}
         self._ended: dict[int, float] = {}
         self._next = start
@@ -226,9 +226,3 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
     ticks = [float(count) / os.sysconf("SC_CLK_TCK") for count in counted]
     own = os.times()
     return sum(ticks), sum(ticks) - ticks[3] - ticks[4], own.user + own.system
-
-
-def _firings_that_end_a_window(plan: Plan) -> int:
-    """How often the stations where the stream ends fire in a window (replicas share the messages)."""
-    ends = {(station.stage, station.rate) for worker in plan.workers for station in worker.stations if station.ends}
-    return sum(plan.graph.window if rate == "message" else 1 for _, rate in ends)

@@ -4,7 +4,8 @@ An inlet reads one route for one worker replica: plain, merged into input order,
 handed over inside the worker. An outlet sends along one route: to a shared queue, dealt by slot, to everybody, or
 inside the worker.
 
-Both are written once, with `await`; `Blocking` serves a thread (its awaits never suspend), `Suspending` a coroutine.
+Both are written once, with `await`; `Blocking` serves a thread (its awaits never suspend), `Suspending` a coroutine,
+`dflash_pipe.clock.Process` a worker in simulated time.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from dflash_pipe.errors import BrokenChannel, EndOfChannel
 from dflash_pipe.gate import Gate, GroupGate, ReorderGate
 from dflash_pipe.message import ELSEWHERE, Message, Stamp
 
-__all__ = ["Blocking", "Gather", "Inlet", "Local", "Merge", "Outlet", "Restamp", "Suspending", "Waits"]
+__all__ = ["Blocking", "End", "Gather", "Inlet", "Local", "Merge", "Outlet", "Restamp", "Suspending", "Waits"]
 
 
 # --- how a worker waits -----------------------------------------------------------------------------------------------
 
 
-class Waits(Protocol):
-    """Receiving, sending and passing a gate, in the way that suits the worker."""
+class End(Protocol):
+    """A worker's end of a channel."""
 
-    async def receive(self, receiver: Receiver) -> Message: ...
-    async def send(self, sender: Sender, message: Message) -> None: ...
+    def close(self) -> None: ...
+
+
+class Waits(Protocol):
+    """Receiving, sending and passing a gate, in the way that suits the worker and the ends that it is given."""
+
+    async def receive(self, receiver: Any) -> Message: ...
+    async def send(self, sender: Any, message: Message) -> None: ...
     async def at(self, gate: Gate, key: Any) -> None: ...
 
 
@@ -64,7 +71,7 @@ class Suspending:
 class Inlet:
     """Receives one route for one worker replica."""
 
-    def __init__(self, receivers: Sequence[Receiver]) -> None:
+    def __init__(self, receivers: Sequence[End]) -> None:
         self.receivers = receivers
         self.group: GroupGate | None = None
         self.reorder: ReorderGate | None = None
@@ -91,7 +98,7 @@ class Inlet:
 class Merge(Inlet):
     """Restores input order over the sending replicas; of each `group` messages, hands on none before all have come."""
 
-    def __init__(self, receiver: Receiver, start: int, group: int = 1) -> None:
+    def __init__(self, receiver: End, start: int, group: int = 1) -> None:
         super().__init__([receiver])
         self._start, self._group = start, group
         self._next_index = start
@@ -138,7 +145,7 @@ class Restamp(Inlet):
     start: (index, window) of the first message. size: messages in a window.
     """
 
-    def __init__(self, receiver: Receiver, start: tuple[int, int], size: int, group: int = 1) -> None:
+    def __init__(self, receiver: End, start: tuple[int, int], size: int, group: int = 1) -> None:
         super().__init__([receiver])
         self._start, self._size, self._group = start, size, group
         self._count = 0
@@ -187,21 +194,21 @@ class Local(Inlet):
 class Outlet:
     """Sends along one route for one worker replica; several senders mean one for each receiving replica.
 
-    ways: for each sender, what makes of a payload what enters its channel (the transport's hook).
+    ways: for each sender, what makes of a payload what enters its channel (the transport's hook; None: as it is).
     deal: only the replica that the slot says gets the payload, the others learn that it went elsewhere.
     feedback: receivers that have left already are a normal end. unsent: what those who had left would have got.
     """
 
     def __init__(
         self,
-        senders: Sequence[Sender],
-        ways: Sequence[Callable[[Any], Any]] = (),
+        senders: Sequence[End],
+        ways: Sequence[Callable[[Any], Any] | None] = (),
         *,
         deal: bool = False,
         feedback: bool = False,
     ) -> None:
         self.senders = senders
-        self._ways = ways or [lambda payload: payload] * len(senders)
+        self._ways = ways or [None] * len(senders)
         self.group: GroupGate | None = None
         self.unsent = 0
         self._deal, self._feedback = deal, feedback
@@ -216,7 +223,7 @@ class Outlet:
             if owner not in (None, number):
                 sent = Message(message.stamp, message.cursor, ELSEWHERE)
             else:
-                sent = message if message.empty else message.carrying(way(message.payload))
+                sent = message if way is None or message.empty else message.carrying(way(message.payload))
             try:
                 await waits.send(sender, sent)
             except BrokenChannel as error:

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_pipe.exclusive import shared_cores
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import Part, Profile, Samples
 from dflash_pipe.simulate import Times
-from dflash_pipe.simulated_wiring import shared_cores
 from dflash_pipe.sizes import SENT
 
 __all__ = ["constant_times", "drawn_times", "sped_up", "uncontended", "varies"]

@@ -1,25 +1,34 @@
-"""What a plan would do with given service times: its workers, channels and gates run in simulated time.
+"""What a plan would do with given service times: its workers in simulated time.
 
-Every rule of a real run counts: ports read in order, room, merges, groups, turns, credits, window ends, first tokens,
-the source that reads one message ahead. Work on a device that several workers share can be made to exclude each other.
-Opening, hand-off costs and the end of the stream are left out: the source never ends, so no window is the last.
+Channels apart, they are joined by what joins those of a real run (`dflash_pipe.joins`): the same inlets, outlets and
+gates. What a worker does between them is written again here: ports read in order, turns, window ends, first tokens.
+Work on a device that several workers share can be made to exclude each other.
+
+Left out: opening, what a hand-off costs, messages that stages leave empty, and the end of the stream: the source never
+ends, and reads one message ahead, across windows too. And that a worker is ahead of its GPU: it takes the next message
+while its device works on the last, which acts as one message more of room around it; with little room a real run may be
+faster. (What its copy to another device puts in a channel is the message that a sender waits with here, too.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
-from dflash_pipe.clock import Clock, Parcel, Process, Steps, Work
+from dflash_pipe.clock import Channel, Clock, Place, Process, Work
 from dflash_pipe.errors import Stalled
-from dflash_pipe.message import Stamp
-from dflash_pipe.plan import Plan, WorkerPlan
-from dflash_pipe.simulated_route import Local, Outlet
-from dflash_pipe.simulated_wiring import Exclusive, Station, Wiring, ends_in_window
-from dflash_pipe.stats import BLOCKED, BUSY, STARVED
+from dflash_pipe.exclusive import Exclusive
+from dflash_pipe.gate import CreditGate, Lane, TurnGate
+from dflash_pipe.joins import Joins, credit_gates, turn_gates
+from dflash_pipe.message import ELSEWHERE, Message, Stamp
+from dflash_pipe.plan import Plan, StationPlan, WorkerPlan
+from dflash_pipe.route import Local, Outlet
+from dflash_pipe.stats import WorkerShares, shares
+from dflash_pipe.worker import Port
 
-__all__ = ["Shares", "Simulated", "Times", "simulate"]
+__all__ = ["Simulated", "Times", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -36,22 +45,13 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How one worker replica spends its time; they sum to 1."""
-
-    busy: float
-    starved: float
-    blocked: float
-
-
-@dataclass(frozen=True)
 class Simulated:
     """finished: when each window was done, in seconds. skip: the first windows, which fill the pipeline and do not
     count. workers: shares of the time after that. last: the work that ended the last window."""
 
     finished: tuple[float, ...]
     skip: int
-    workers: dict[str, Shares]
+    workers: dict[str, WorkerShares]
     last: Work
 
     @property
@@ -82,6 +82,26 @@ def simulate(plan: Plan, times: Times, *, windows: int, skip: int, exclusive: Ex
     return _Simulation(plan, times, exclusive or {}).run(windows, skip)
 
 
+@dataclass(eq=False)
+class _Station:
+    """A stage in its place, joined. in_order: whether its turns are. place: what it computes on, where others do, too.
+    holds: it has read its per-window ports once."""
+
+    plan: StationPlan
+    source: bool
+    ends_window: bool
+    credits: Sequence[CreditGate]
+    turn: TurnGate | None
+    in_order: bool
+    place: Place | None
+    replica: int
+    replicas: int
+    inputs: dict[str, Port] = field(default_factory=dict)
+    outputs: list[Outlet | Local] = field(default_factory=list)
+    window_outputs: list[Outlet | Local] = field(default_factory=list)
+    holds: bool = False
+
+
 class _Simulation:
     def __init__(self, plan: Plan, times: Times, exclusive: Exclusive) -> None:
         self.plan, self.graph, self.times = plan, plan.graph, times
@@ -89,40 +109,56 @@ class _Simulation:
         self.finished: list[float] = []
         self.last: Work | None = None
         self.processes = {worker.name: Process(worker.name, self.clock) for worker in plan.workers}
-        wiring = Wiring(plan, self.clock, exclusive)
-        self.stations, self._credits = wiring.stations, wiring.credits
-        self._per_window = ends_in_window(plan)
+        self._credits = credit_gates(plan)
+        self.stations = self._stations(exclusive)
+        self._first_tokens = Joins(plan, self.stations, partial(Channel, self.clock)).feedback
         self._left: dict[int, int] = {}
+
+    def _stations(self, exclusive: Exclusive) -> dict[tuple[str, int], _Station]:
+        turns = turn_gates(self.plan)
+        places = {resource: Place(*resource) for resource in exclusive.values()}
+        stations = {}
+        for worker in self.plan.workers:
+            for station in worker.stations:
+                signature = self.graph.stages[station.stage].signature
+                shared = exclusive.get((station.stage, worker.replica))
+                stations[station.stage, worker.replica] = _Station(
+                    plan=station,
+                    source=signature.source,
+                    ends_window=signature.window_output is not None,
+                    credits=tuple(self._credits.values()) if station.ends else (),
+                    turn=turns.get(worker.spec.turn),
+                    in_order=self.plan.in_order(worker),
+                    place=places[shared] if shared else None,
+                    replica=worker.replica,
+                    replicas=worker.spec.replicas,
+                )
+        return stations
 
     def run(self, windows: int, skip: int) -> Simulated:
         for worker in self.plan.workers:
             self.clock.start(self.processes[worker.name], self._live(worker))
-        before: dict[str, dict[str, float]] = {}
-
-        def ended() -> bool:
-            if not before and len(self.finished) >= skip:
-                before.update({name: process.spent() for name, process in self.processes.items()})
-            return len(self.finished) >= windows
-
-        self.clock.run(ended)
+        self.clock.run(lambda: len(self.finished) >= skip)
+        for process in self.processes.values():
+            process.restart_clock()
+        self.clock.run(lambda: len(self.finished) >= windows)
         if len(self.finished) < windows or self.last is None:
-            waits = "; ".join(f"{p.name} waits for {p.waits_for}" for p in self.processes.values())
+            waits = "; ".join(f"{name} waits for {process.waits_for}" for name, process in self.processes.items())
             raise Stalled(f"in window {len(self.finished)} nothing can move any more: {waits}")
-        shares = {name: _shares(before[name], process.spent()) for name, process in self.processes.items()}
-        return Simulated(tuple(self.finished[:windows]), skip, shares, self.last)
+        spent = {name: shares(process, ()) for name, process in self.processes.items()}
+        return Simulated(tuple(self.finished[:windows]), skip, spent, self.last)
 
     # --- what a worker does
 
-    def _live(self, worker: WorkerPlan) -> Steps:
+    async def _live(self, worker: WorkerPlan) -> None:
         me = self.processes[worker.name]
         stations = [self.stations[s.stage, worker.replica] for s in worker.stations]
-        before = Parcel(Stamp(-1, -1, self.graph.window - 1, True), True, 0)
-        for station in stations:
-            for outlet, tokens in station.first_tokens:
-                for _ in range(tokens):
-                    yield from outlet.send(me, before)
+        before = Message(Stamp(-1, -1, self.graph.window - 1, True), None, 0)
+        for _, outlet, tokens in self._first_tokens[worker.name]:
+            for _ in range(tokens):
+                await outlet.send(me, before)
         if stations[0].source:
-            yield from self._work(me, stations[0], "read", 0, None)
+            await self._work(me, stations[0], "read", 0, None)
         count = 0
         while True:
             stamp: Stamp | None = None
@@ -130,90 +166,86 @@ class _Simulation:
                 if station.plan.rate == "window" and stamp is not None and not stamp.last:
                     continue
                 if station.source:
-                    stamp = yield from self._read(me, station, count)
+                    stamp = await self._read(me, station, count)
                     count += 1
                 else:
-                    stamp = yield from self._fire(me, station)
+                    stamp = await self._fire(me, station)
 
-    def _read(self, me: Process, station: Station, index: int) -> Steps:
+    async def _read(self, me: Process, station: _Station, index: int) -> Stamp:
         """Send message `index`, which has been read already; the next one is read first, to know that there is one."""
         window, slot = divmod(index, self.graph.window)
-        yield from self._work(me, station, "read", index + 1, None)
+        await self._work(me, station, "read", index + 1, None)
         if slot == 0 and "windows" in self._credits:
-            yield from self._credits["windows"].wait(me, window)
+            await me.at(self._credits["windows"], window)
         if "messages" in self._credits:
-            yield from self._credits["messages"].wait(me, index)
+            await me.at(self._credits["messages"], index)
         stamp = Stamp(index, window, slot, slot == self.graph.window - 1)
-        yield from self._send(me, station, station.outputs, stamp)
-        self._done(me, station, stamp, True)
+        await self._send(me, station, station.outputs, stamp)
+        self._done(me, station, stamp)
         return stamp
 
-    def _fire(self, me: Process, station: Station) -> Steps:
-        parcel: Parcel | None = None
+    async def _fire(self, me: Process, station: _Station) -> Stamp:
+        leading: Message | None = None
         once = station.plan.rate == "window"
-        for inlet, per_window in station.inputs.values():
-            if once or not per_window:
-                received = yield from inlet.receive(me)
-                parcel = parcel or received
-        assert parcel is not None
-        stamp = parcel.stamp
+        for port in station.inputs.values():
+            if once or not port.per_window:
+                received = await port.inlet.receive(me)
+                leading = leading or received
+        assert leading is not None
+        stamp, real = leading.stamp, leading.payload is not ELSEWHERE
         if not once and (stamp.slot == 0 or not station.holds):
             station.holds = True
-            for inlet, per_window in station.inputs.values():
-                if per_window:
-                    yield from inlet.receive(me)
-        if parcel.real:
-            index = stamp.index if station.replicas > 1 else None
-            yield from self._work(me, station, "process", stamp.window if once else stamp.index, index)
-            yield from self._send(me, station, station.outputs, stamp)
+            for port in station.inputs.values():
+                if port.per_window:
+                    await port.inlet.receive(me)
+        if real:
+            index = stamp.index if station.in_order else None
+            await self._work(me, station, "process", stamp.window if once else stamp.index, index)
+            await self._send(me, station, station.outputs, stamp)
         else:
             for outlet in station.outputs:
-                if isinstance(outlet, Local):
-                    yield from outlet.send(me, parcel)
+                await outlet.send(me, leading)
         if station.ends_window and stamp.last:
             number = stamp.window * station.replicas + station.replica
-            yield from self._work(me, station, "end_window", number, None)
-            yield from self._send(me, station, station.window_outputs, stamp)
-        self._done(me, station, stamp, parcel.real)
+            await self._work(me, station, "end_window", number, None)
+            await self._send(me, station, station.window_outputs, stamp)
+        if real:
+            self._done(me, station, stamp)
         return stamp
 
-    def _work(self, me: Process, station: Station, part: str, number: int, index: int | None) -> Steps:
+    async def _work(self, me: Process, station: _Station, part: str, number: int, index: int | None) -> None:
         seconds = self.times.seconds.get((station.plan.stage, part), _NONE)
-        lane = (station.plan.stage, index)
         turn = station.turn if part != "read" else None
         if turn is not None:
-            yield from turn.wait(me, lane)
+            lane = Lane(station.plan.stage, index)
+            await me.at(turn, lane)
         if station.place is not None:
-            yield from station.place.wait(me)
-        yield from me.work(station.plan.stage, part, seconds[number % len(seconds)])
+            await me.at(station.place, None)
+        await me.work(station.plan.stage, part, seconds[number % len(seconds)])
         if station.place is not None:
             station.place.leave()
         if turn is not None:
             turn.give_back(lane)
 
-    def _send(self, me: Process, station: Station, outlets: Sequence[Outlet | Local], stamp: Stamp) -> Steps:
+    async def _send(self, me: Process, station: _Station, outlets: Sequence[Outlet | Local], stamp: Stamp) -> None:
+        if not outlets:
+            return
         nbytes = self.times.nbytes.get(station.plan.stage, _NOTHING)
-        parcel = Parcel(stamp, True, nbytes[stamp.index % len(nbytes)])
+        message = Message(stamp, None, nbytes[stamp.index % len(nbytes)])
         for outlet in outlets:
-            yield from outlet.send(me, parcel)
+            await outlet.send(me, message)
 
-    def _done(self, me: Process, station: Station, stamp: Stamp, real: bool) -> None:
-        if station.plan.ends and (real or station.plan.rate == "window"):
+    def _done(self, me: Process, station: _Station, stamp: Stamp) -> None:
+        if station.plan.ends:
             for gate in station.credits:
                 gate.done(stamp)
-            left = self._left.get(stamp.window, self._per_window) - 1
-            self._left[stamp.window] = left
-            if left == 0:
-                del self._left[stamp.window]
+            left = self._left.pop(stamp.window, self.plan.ends_in_window) - 1
+            if left:
+                self._left[stamp.window] = left
+            else:
                 self.finished.append(self.clock.now)
                 self.last = me.last
 
 
 _NONE = (0.0,)
 _NOTHING = (0,)
-
-
-def _shares(before: dict[str, float], after: dict[str, float]) -> Shares:
-    spent = {state: after[state] - before[state] for state in (BUSY, STARVED, BLOCKED)}
-    total = sum(spent.values()) or 1.0
-    return Shares(spent[BUSY] / total, spent[STARVED] / total, spent[BLOCKED] / total)

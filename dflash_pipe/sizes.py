@@ -1,8 +1,9 @@
 """What changed keys do to the size of messages, and so to the service times: fitted to the sizes that a profile knows.
 
 Payloads and stages say how large a piece of work was: `measures`, name -> amount (tokens, anchors). A key `max_NAME` or
-`num_NAME` is about the measure NAME. The source's scales whole messages, and with them every measure of every stage;
-another stage's allows so many in a row. What any other key does to the time, a profile cannot tell.
+`num_NAME` is about the measure NAME. The source's scales whole messages, and with them every measure of every stage, if
+it is the only limit there or all of them scale alike: which of several limits binds, a profile cannot tell. Another
+stage's allows so many in a row. What any other key does to the time, a profile cannot tell either.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ class Sizes:
 
 def sizes(before: Graph, after: Graph, profile: Profile) -> Sizes:
     """What keys that differ do to the sizes that are in the profile. Keys that only refer to another are not told."""
-    everywhere, limits, unknown = 1.0, dict[str, dict[str, tuple[float, float]]](), list[str]()
+    growth, limits, unknown = dict[str, float](), dict[str, dict[str, tuple[float, float]]](), list[str]()
     for key in ("threads", "snapshot"):
         if (was := getattr(before, key)) != (now := getattr(after, key)):
             unknown.append(f"{key} ({was} -> {now})")
     for stage, key, was, now in _changed(before, after):
-        measure = _measure(profile, stage, key)
-        if measure is None or not (_is_size(was) and _is_size(now)):
+        old, new = _size_keys(before, profile, stage), _size_keys(after, profile, stage)
+        source = after.stages[stage].signature.source
+        if key not in old or key not in new or (source and not _scale_alike(old, new)):
             unknown.append(f"{stage}.{key} ({was!r} -> {now!r})")
-        elif after.stages[stage].signature.source:
-            everywhere *= now / was
+        elif source:
+            growth[stage] = now / was
         else:
-            limits.setdefault(stage, {})[measure] = (was, now)
-    return Sizes(everywhere, limits, tuple(unknown))
+            limits.setdefault(stage, {})[_measure(key)] = (was, now)
+    return Sizes(math.prod(growth.values()), limits, tuple(unknown))
 
 
 def telling_keys(graph: Graph, profile: Profile) -> Iterator[tuple[str, str, int]]:
-    """Keys of which the profile may tell what they do: stage, key and what it is now."""
+    """Keys of which the profile may tell what they do by themselves: stage, key and what it is now."""
     for name, stage in graph.stages.items():
-        for key, (_, default) in stage.signature.parameters.items():
-            value = stage.parameters.get(key, default)
-            if _measure(profile, name, key) is not None and isinstance(value, int) and _is_size(value):
-                yield name, key, value
+        keys = _size_keys(graph, profile, name)
+        if not stage.signature.source or len(keys) == 1:
+            yield from ((name, key, value) for key, value in keys.items() if isinstance(value, int))
 
 
 def _changed(before: Graph, after: Graph) -> Iterator[tuple[str, str, Any, Any]]:
@@ -81,11 +82,22 @@ def _changed(before: Graph, after: Graph) -> Iterator[tuple[str, str, Any, Any]]
                 yield name, key, was, now
 
 
-def _measure(profile: Profile, stage: str, key: str) -> str | None:
-    """The measure that a key is about, if the profile has it."""
+def _size_keys(graph: Graph, profile: Profile, stage: str) -> dict[str, float]:
+    """What a stage's keys are that limit a measure which the profile has of it."""
+    spec = graph.stages[stage]
+    known = {measure for samples in profile.stages.get(stage, {}).values() for measure in samples.measures}
+    values = {key: spec.parameters.get(key, default) for key, (_, default) in spec.signature.parameters.items()}
+    return {key: value for key, value in values.items() if _measure(key) in known and _is_size(value)}
+
+
+def _scale_alike(old: Mapping[str, float], new: Mapping[str, float]) -> bool:
+    return old.keys() == new.keys() and len({new[key] / old[key] for key in old}) == 1
+
+
+def _measure(key: str) -> str:
+    """The measure that a key is about by its name; "" if it is about none."""
     prefix, _, measure = key.partition("_")
-    known = any(measure in samples.measures for samples in profile.stages.get(stage, {}).values())
-    return measure if prefix in ("max", "num") and known else None
+    return measure if prefix in ("max", "num") else ""
 
 
 def _is_size(value: Any) -> bool:

@@ -11,37 +11,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dflash_pipe.check import check, rate
+from dflash_pipe.check import rate
 from dflash_pipe.errors import BadInput
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration
 from dflash_pipe.graph import Graph, WorkerSpec
 from dflash_pipe.located import dumps, plain, read
+from dflash_pipe.memory import Need, estimate, refuse
 from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
+from dflash_pipe.transport import Transport
+from dflash_pipe.what_if import TAKES, check_laws, is_lawful
 
 __all__ = ["Split", "ranked", "splits_table", "written"]
 
-_TAKES: tuple[Literal["first_free"], Literal["round_robin"]] = ("first_free", "round_robin")
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Split:
     """replicas: of each worker that has GPUs of its own. memory: bytes that the fullest GPU needs at most, None if that
-    is not known. forecast: None if it cannot be; the refusal says why."""
+    is not known. forecast: None if it cannot be; the refusal says why. doubt: about the memory."""
 
     replicas: dict[str, int]
     graph: Graph
     memory: int | None
     forecast: Forecast | None
     refusal: str = ""
+    doubt: str = ""
 
     def __str__(self) -> str:
         return ", ".join(f"{worker} x{count}" for worker, count in self.replicas.items())
@@ -60,14 +63,15 @@ def ranked(graph: Graph, profile: Profile, gpus: int, options: Options) -> list[
         laid_out = graph
         try:
             laid_out = _placed(graph, counts, gpus)
-            memory = _memory(laid_out, profile)
+            memory, doubt = _memory(laid_out, profile)
             forecast = predict(laid_out, profile, options=options)
         except (BadInput, ValueError) as error:
             splits.append(Split(counts, laid_out, None, None, getattr(error, "message", str(error))))
         else:
             if forecast.refusal:
                 raise BadInput(forecast.refusal)
-            splits.append(Split(counts, laid_out, memory, forecast))
+            most = max((need.total for need in memory), default=None)
+            splits.append(Split(counts, laid_out, most, forecast, doubt=doubt))
     return sorted(splits, key=lambda s: s.forecast.pace.step if s.forecast else float("inf"))
 
 
@@ -160,8 +164,7 @@ def _placed(graph: Graph, counts: Mapping[str, int], gpus: int) -> Graph:
             device = "cpu" if source else given[_partner(graph, worker, given)][0]
             workers[worker.name] = replace(worker, device=dict.fromkeys(worker.stages, (device,) * worker.replicas))
     placed = replace(graph, workers=workers)
-    check(placed)
-    plan(placed)
+    check_laws(placed, ())
     return placed
 
 
@@ -170,18 +173,9 @@ def _laid_out(graph: Graph, worker: WorkerSpec, on: Sequence[str]) -> WorkerSpec
     for stage in worker.stages:
         graph.stages[stage].build().check(len(on))
     device = dict.fromkeys(worker.stages, tuple(on))
-    ways = [replace(worker, replicas=len(on), device=device, take=take) for take in (worker.take, *_TAKES)]
-    return next((way for way in ways if _allowed(graph, way)), ways[0])
-
-
-def _allowed(graph: Graph, worker: WorkerSpec) -> bool:
-    try:
-        changed = replace(graph, workers={**graph.workers, worker.name: worker})
-        check(changed)
-        plan(changed)
-    except BadInput:
-        return False
-    return True
+    ways = [replace(worker, replicas=len(on), device=device, take=take) for take in (worker.take, *TAKES)]
+    graphs = [replace(graph, workers={**graph.workers, worker.name: way}) for way in ways]
+    return next((way for way, made in zip(ways, graphs, strict=True) if is_lawful(made, ())), ways[0])
 
 
 def _partner(graph: Graph, worker: WorkerSpec, given: Mapping[str, Sequence[str]]) -> str:
@@ -198,26 +192,35 @@ def _partner(graph: Graph, worker: WorkerSpec, given: Mapping[str, Sequence[str]
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _memory(graph: Graph, profile: Profile) -> int | None:
-    """Bytes that the fullest GPU needs, at most: what the GPUs held on which its stages ran in the profile.
+def _memory(graph: Graph, profile: Profile) -> tuple[list[Need], str]:
+    """What each GPU needs at most, as its stages say; where they do not, what the GPUs held on which they ran in the
+    profile, and why. The GPUs need not be here: how large they are is taken from the profile, or from those that are.
 
-    None if the profile does not know one of them. Raises BadInput if it does not fit.
+    Nothing where neither is known. Raises BadInput if a GPU cannot hold what it needs.
     """
-    held: dict[str, set[str]] = {}
+    needs, doubt = list[Need](), "no stage says what memory it needs"
+    try:
+        needs = [need for need in estimate(plan(replace(graph, transport=Transport()))) if need.device != "cpu"]
+    except BadInput as error:
+        doubt = str(error)
+    here = (graph.transport.memory(name) for name in graph.transport.accelerators())
+    rooms = [memory.total for memory in profile.memory.values()] or [seen[1] for seen in here if seen]
+    found = [replace(need, has=min(rooms, default=None)) for need in needs or _measured(graph, profile)]
+    refuse(found)
+    return found, "" if needs else f"memory is {'as the profile measured it' if found else 'not known'}: {doubt}"
+
+
+def _measured(graph: Graph, profile: Profile) -> list[Need]:
+    """For each GPU what those held on which its stages ran in the profile; nothing if it does not know one of them."""
+    ran = {stage: [d for d, held in profile.memory.items() if stage in held.stages] for stage in graph.stages}
+    held: dict[str, dict[str, int]] = {}
     for worker in graph.workers.values():
         for stage, devices in worker.device.items():
-            ran = {device for device, memory in profile.memory.items() if stage in memory.stages}
-            for device in devices:
-                if device == "cpu":
-                    continue
-                if not ran:
-                    return None
-                held.setdefault(device, set()).update(ran)
-    most = max((sum(profile.memory[device].peak for device in ran) for ran in held.values()), default=0)
-    room = min(memory.total for memory in profile.memory.values())
-    if most > room:
-        raise BadInput(f"a GPU would need up to {most / _GIB:.1f} GiB, it has {room / _GIB:.1f} GiB")
-    return most
+            for device in set(devices) - {"cpu"}:
+                if not ran[stage]:
+                    return []
+                held.setdefault(device, {}).update({f"what {d} held": profile.memory[d].peak for d in ran[stage]})
+    return [Need(d, tuple(sorted(parts.items(), key=lambda part: -part[1])), None) for d, parts in held.items()]
 
 
 # --- on a terminal ----------------------------------------------------------------------------------------------------
@@ -238,12 +241,12 @@ def splits_table(splits: Sequence[Split]) -> RenderableType:
         pace = split.forecast.pace
         table.add_row(str(split), duration(pace.step), rate_shown, memory, str(pace.cycle))
     parts: list[RenderableType] = [table]
-    if any(split.forecast and split.memory is None for split in splits):
-        parts.append(Text("the profile has no memory estimate, so whether these fit in memory is not known"))
-    if doubts := [
-        doubt for split in splits if split.forecast for doubt in (*split.forecast.doubts, *split.forecast.pace.remarks)
-    ]:
-        parts += [Text(f"note: {doubt}") for doubt in dict.fromkeys(doubts)]
+    doubts = dict[str, None]()
+    for split in splits:
+        if split.forecast:
+            doubts |= dict.fromkeys([split.doubt] if split.doubt else [])
+            doubts |= dict.fromkeys((*split.forecast.doubts, *split.forecast.pace.remarks))
+    parts += [Text(f"note: {doubt}") for doubt in doubts]
     if etas := [split.forecast.eta for split in splits if split.forecast and split.forecast.eta]:
         parts.append(Text(f"all rows in {duration(etas[0])} with the first"))
     return Group(*parts)

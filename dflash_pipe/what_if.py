@@ -16,7 +16,9 @@ from dflash_pipe.located import read as read_files
 from dflash_pipe.located import under
 from dflash_pipe.plan import plan
 
-__all__ = ["Change", "asked", "graph_of", "is_whole", "usual"]
+__all__ = ["TAKES", "Change", "asked", "check_laws", "graph_of", "is_lawful", "is_whole", "usual"]
+
+TAKES: tuple[Literal["first_free"], Literal["round_robin"]] = ("first_free", "round_robin")
 
 _DATA_PARALLEL = "data_parallel="
 
@@ -64,7 +66,7 @@ def asked(graph: Graph, text: str) -> Change:
         changed = load(files, overrides) if any(map(is_whole, files)) else _load([dump(graph)], files, overrides)
         for word in parallel:
             changed = _data_parallel(changed, word.removeprefix(_DATA_PARALLEL))
-        _check(changed, changed.workers if parallel else ())
+        check_laws(changed, changed.workers if parallel else ())
         if other := sorted(changed.stages.keys() ^ graph.stages.keys()):
             raise BadInput(f"it is of another dataflow (stage {other[0]!r} is only in one of the two)")
     except (BadInput, ValueError) as error:
@@ -108,7 +110,7 @@ def _data_parallel(graph: Graph, written: str) -> Graph:
     replicas, workers = int(written), dict(graph.workers)
     for worker in _summing(graph):
         devices = {stage: _more(names[:replicas], replicas) for stage, names in worker.device.items()}
-        take = _TAKES[replicas > 1]
+        take = TAKES[replicas > 1]
         workers[worker.name] = replace(worker, replicas=replicas, take=take, device=devices)
     return replace(graph, workers=workers)
 
@@ -164,17 +166,14 @@ def usual(graph: Graph, sizes: Iterable[tuple[str, str, int]] = ()) -> Iterator[
                 continue
 
 
-_TAKES: tuple[Literal["first_free"], Literal["round_robin"]] = ("first_free", "round_robin")
-
-
 def _one_more_replica(graph: Graph, worker: WorkerSpec) -> Iterator[Change]:
     """The next number of replicas that the graph's laws allow; the first free takes, where the laws allow that."""
     for replicas in range(worker.replicas + 1, 2 * worker.replicas + 1):
-        for take in _TAKES:
+        for take in TAKES:
             devices = {stage: _more(names, replicas) for stage, names in worker.device.items()}
             more = replace(worker, replicas=replicas, device=devices, take=take)
             changed = replace(graph, workers={**graph.workers, worker.name: more})
-            if _allowed(changed, worker.name):
+            if is_lawful(changed, [worker.name]):
                 how = "" if worker.replicas > 1 and take == worker.take else f", {take.replace('_', ' ')}"
                 wording = f"{_ordinal(replicas)} {worker.name} replica"
                 yield Change(f"{worker.name}: {replicas} replicas{how}", wording, changed)
@@ -187,16 +186,16 @@ def _more(devices: tuple[str, ...], replicas: int) -> tuple[str, ...]:
     return (*devices, *(devices[0] if devices[0] == "cpu" else name for name in further))
 
 
-def _allowed(graph: Graph, worker: str) -> bool:
-    """Whether the laws allow the graph, and the worker's stages their replicas."""
+def is_lawful(graph: Graph, workers: Iterable[str]) -> bool:
+    """Whether the laws allow the graph, and these workers' stages their replicas."""
     try:
-        _check(graph, [worker])
+        check_laws(graph, workers)
     except (BadInput, ValueError):
         return False
     return True
 
 
-def _check(graph: Graph, workers: Iterable[str]) -> None:
+def check_laws(graph: Graph, workers: Iterable[str]) -> None:
     """Raise BadInput or ValueError where the laws do not allow the graph, or these workers' stages their replicas."""
     check(graph)
     plan(graph)

@@ -1,4 +1,4 @@
-"""Plan -> workers joined by channels and gates: the one place where routes become objects."""
+"""Plan -> the workers of a run: stages built, joined by channels and gates, with what they start from."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dflash_pipe.channel import Channel
-from dflash_pipe.gate import CreditGate, Gate, GroupGate, ReorderGate, TurnGate
+from dflash_pipe.gate import CreditGate, Gate
 from dflash_pipe.graph import StageSpec
+from dflash_pipe.joins import Joins, credit_gates, turn_gates
 from dflash_pipe.plan import Plan, RoutePlan, StationPlan, WorkerPlan
-from dflash_pipe.route import Blocking, Gather, Inlet, Local, Merge, Outlet, Restamp, Suspending
+from dflash_pipe.route import Blocking, Local, Outlet, Suspending
 from dflash_pipe.snapshot import Snapshot, Snapshots
 from dflash_pipe.stage import Context
-from dflash_pipe.worker import Feed, Port, Station, Worker
+from dflash_pipe.worker import Feed, Station, Worker
 
 __all__ = ["Origin", "Wiring", "wire"]
 
@@ -67,25 +68,21 @@ class _Wirer:
         self.plan, self.graph, self.origin = plan, plan.graph, origin
         self.dataflow = dataflow
         self.wiring = Wiring()
-        self.turns: dict[str, TurnGate] = {}
         self.stations: dict[tuple[str, int], Station] = {}
 
     def wire(self) -> Wiring:
-        credits = self._credits()
+        credits, turns = credit_gates(self.plan), turn_gates(self.plan, self.origin.start[0])
         for worker_plan in self.plan.workers:
             stations = [self._station(worker_plan, s, credits) for s in worker_plan.stations]
             waits = Suspending() if worker_plan.spec.kind == "async" else Blocking()
             worker = Worker(worker_plan.name, stations, waits, self.graph.transport)
-            worker.turn = self._turn(worker_plan.spec.turn)
-            worker.in_order = worker_plan.spec.replicas > 1 and not self._unordered(worker_plan)
+            worker.turn = turns.get(worker_plan.spec.turn)
+            worker.in_order = self.plan.in_order(worker_plan)
             self.wiring.workers.append(worker)
             self.wiring.kinds[worker.name] = worker_plan.spec.kind
-            self.wiring.feedback[worker.name] = []
-        inlets = [(route, self._join(route)) for route in self.plan.routes]
-        for station in self.stations.values():  # ports are read in the order of the stage's parameters
-            order = list(self.graph.stages[station.plan.stage].signature.inputs)
-            station.inputs = dict(sorted(station.inputs.items(), key=lambda item: order.index(item[0])))
-        self._reorder(inlets)
+        joins = Joins(self.plan, self.stations, Channel, self.origin.start, self._ways)
+        self.wiring.channels, self.wiring.feedback = joins.queues, joins.feedback
+        self.wiring.gates = [*credits.values(), *turns.values(), *joins.gates]
         return self.wiring
 
     def _station(self, worker: WorkerPlan, station: StationPlan, credits: dict[str, CreditGate]) -> Station:
@@ -131,59 +128,6 @@ class _Wirer:
         self.wiring.snapshots = Snapshots(self.origin.folder / "snapshots", self.dataflow, self.graph.snapshot)
         return self.wiring.snapshots
 
-    def _credits(self) -> dict[str, CreditGate]:
-        ends = {(s.stage, s.rate) for w in self.plan.workers for s in w.stations if s.ends}
-        rates = [rate for _, rate in ends]
-        enders = (rates.count("message"), rates.count("window"))
-        limits = self.graph.credits
-        gates = {}
-        if limits.messages is not None:
-            gates["messages"] = CreditGate("message", limits.messages, *enders, self.graph.window)
-        if limits.windows is not None:
-            gates["windows"] = CreditGate("window", limits.windows, *enders, self.graph.window)
-        self.wiring.gates += gates.values()
-        return gates
-
-    def _unordered(self, worker: WorkerPlan) -> bool:
-        """Whether its replicas take messages in no order: whoever waited for an earlier one might wait for ever."""
-        return any(route.unordered and route.to.stage in worker.spec.stages for route in self.plan.routes)
-
-    def _turn(self, name: str | None) -> TurnGate | None:
-        if name is None:
-            return None
-        if name not in self.turns:
-            self.turns[name] = TurnGate(name, self.origin.start[0])
-            self.wiring.gates.append(self.turns[name])
-        return self.turns[name]
-
-    # --- routes
-
-    def _join(self, route: RoutePlan) -> list[Inlet]:
-        """Make the route's queues and hang an outlet on every sending station and an inlet on every receiving port."""
-        queues = self._queues(route)
-        group = self._group(route)
-        gathers = self._gathers(route)
-        inlets: list[Inlet] = []
-        for replica in range(route.senders):
-            outlet: Outlet | Local
-            if route.kind == "local":
-                outlet = Local(gather=gathers)
-                inlets.append(outlet)
-            else:
-                queue = queues[replica : replica + 1] if route.kind == "gathered" else queues
-                senders = [channel.sender() for channel in queue]
-                ways = self._ways(route, replica, len(senders))
-                outlet = Outlet(senders, ways, deal=route.kind == "dealt", feedback=route.feedback)
-                outlet.group = group
-            self._attach_outlet(route, replica, outlet)
-        for replica in range(route.receivers):
-            if route.kind != "local":
-                inlets.append(self._inlet(route, queues, replica))
-                inlets[-1].group = group
-            port = Port(inlets[replica], per_window=route.channel.per == "window", feedback=route.feedback)
-            self.stations[route.to.stage, replica].inputs[route.to.port] = port
-        return inlets
-
     def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Any], Any]]:
         """How payloads enter each sender's channel: towards the device of the replica behind it, if that is one."""
         here = self.stations[route.channel.sender, replica].plan.device
@@ -191,57 +135,3 @@ class _Wirer:
         if senders < route.receivers:  # whoever is free takes it
             there = [there[0] if len(set(there)) == 1 else None] * senders
         return [partial(self.graph.transport.on_send, device=here, to=to) for to in there]
-
-    def _queues(self, route: RoutePlan) -> list[Channel]:
-        counts = {"local": 0, "shared": 1, "gathered": route.senders}
-        count = counts.get(route.kind, route.receivers)
-        names = [route.name] if count == 1 else [f"{route.name}[{i}]" for i in range(count)]
-        capacity = route.channel.capacity
-        queues = [Channel(name, capacity.items, capacity.bytes) for name in names]
-        self.wiring.channels += queues
-        return queues
-
-    def _group(self, route: RoutePlan) -> GroupGate | None:
-        """For messages that arrive in order; what several replicas send is grouped where its order is restored."""
-        if route.channel.group == 1 or route.kind == "local" or route.senders > 1:
-            return None
-        gate = GroupGate(route.name, route.channel.group, self.origin.start[0])
-        self.wiring.gates.append(gate)
-        return gate
-
-    def _attach_outlet(self, route: RoutePlan, replica: int, outlet: Outlet | Local) -> None:
-        station = self.stations[route.channel.sender, replica]
-        per_window_of_message_stage = route.channel.per == "window" and station.plan.rate == "message"
-        (station.window_outputs if per_window_of_message_stage else station.outputs).append(outlet)
-        if route.feedback:
-            self.wiring.feedback[station.context.worker].append((station, outlet, route.channel.initial))
-
-    def _inlet(self, route: RoutePlan, queues: list[Channel], replica: int) -> Inlet:
-        if route.kind == "gathered":
-            return Gather([channel.receiver() for channel in queues])
-        receiver = queues[0 if route.kind == "shared" else replica].receiver()
-        if route.merge:
-            return Merge(receiver, self.origin.start[0], route.channel.group)
-        if route.restamp:
-            return Restamp(receiver, self.origin.start, self.graph.window, route.channel.group)
-        return Gather([receiver]) if self._gathers(route) else Inlet([receiver])
-
-    def _gathers(self, route: RoutePlan) -> bool:
-        return self.graph.stages[route.to.stage].signature.inputs[route.to.port].gather
-
-    def _reorder(self, joined: list[tuple[RoutePlan, list[Inlet]]]) -> None:
-        """Bound each merge: its replicas may start on nothing that lies too far ahead of it."""
-        for first in self.plan.workers:
-            if first.reorder is None or first.replica != 0:
-                continue
-            behind = self.plan.merges_behind(first.spec)
-            merges = [inlet for route, inlets in joined if route in behind for inlet in inlets]
-            gate = ReorderGate(first.spec.name, first.reorder, len(merges), self.origin.start[0])
-            self.wiring.gates.append(gate)
-            for number, merge in enumerate(merges):
-                assert isinstance(merge, Merge)
-                merge.behind = (gate, number)
-            for route, inlets in joined:
-                if route.to.stage in first.spec.stages and route.kind != "local" and route.channel.per == "message":
-                    for inlet in inlets:
-                        inlet.reorder = gate

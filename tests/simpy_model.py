@@ -170,7 +170,8 @@ class Model:
 
     def compute(self, worker: Any, stage: str, part: str, number: int, index: int | None) -> Any:
         turn = worker.spec.turn
-        ordered = index is not None and worker.spec.replicas > 1
+        unordered = any(r.unordered and r.to.stage in worker.spec.stages for r in self.plan.routes)
+        ordered = index is not None and worker.spec.replicas > 1 and not unordered
         if turn:
 
             def mine() -> bool:

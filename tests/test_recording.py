@@ -142,11 +142,11 @@ def test_the_seconds_of_the_cpu_only_grow():
     before = recording._cpu_seconds()
     if before is None:
         pytest.skip("this system does not tell")
-    until = time.process_time() + 0.05
+    until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
     every, busy, own = (b - a for a, b in zip(before, recording._cpu_seconds(), strict=True))
-    assert own >= 0.04 and busy >= 0.03 and every >= busy
+    assert own >= 0.19 and 0 < busy <= every + 1e-6  # counted in ticks, and summed as floats
 
 
 def test_the_warm_up_of_a_resumed_run_begins_again(tmp_path):
@@ -355,7 +355,7 @@ def said_by(capsys, *arguments):
 
 def test_every_run_ends_with_its_step_its_forecast_and_what_binds_it(tmp_path, capsys):
     said = said_by(capsys, "--runs", tmp_path, TOY / "overlapped.yaml", "data.count=48")
-    assert "measured (median of 10 after 2 of warm-up)" in said and "forecast: overlap efficiency 9" in said
+    assert "measured (mean of 10 after 2 of warm-up, median " in said and "forecast: overlap efficiency 9" in said
     assert "bound by target: busy" in said and "a second target replica would give 1." in said
     assert "messages/s" in said and "rows/s" not in said
     log = (tmp_path / "overlapped" / "log.txt").read_text()
@@ -376,7 +376,7 @@ def test_where_the_source_counts_rows_and_tokens_their_rates_are_told():
 
 def test_a_short_run_ends_with_how_little_was_measured(tmp_path, capsys):
     said = said_by(capsys, "--runs", tmp_path, TOY / "overlapped.yaml", "data.count=8", *SLOW)
-    assert "measured (median of 1 after 0 of warm-up)" in said
+    assert "measured (mean of 1 after 0 of warm-up, median " in said
     assert "the profile rests on 1 measured step of the warm-up: 5 are needed (a run of 7 windows or more)\n" in said
     assert load(tmp_path / "overlapped" / "profile.json").steps.count == 1
 
@@ -393,7 +393,7 @@ def test_a_forecast_that_fails_is_told_and_does_not_fail_the_run(tmp_path, capsy
 
     monkeypatch.setattr("dflash_pipe.closing.predict", broken)
     said = said_by(capsys, "--runs", tmp_path, TOY / "overlapped.yaml", *SLOW)
-    assert "after 2 of warm-up); no forecast: ZeroDivisionError: nothing to divide by" in said
+    assert "no forecast: ZeroDivisionError: nothing to divide by" in said
     assert "messages/s" in said
 
 
@@ -411,7 +411,8 @@ def test_the_trace_is_written_where_it_is_asked_for(tmp_path, capsys):
 
 
 def test_a_trace_into_no_folder_is_refused_before_the_run(tmp_path, capsys):
-    assert called("run", "--runs", tmp_path, "--trace", tmp_path / "no" / "t.json", TOY / "overlapped.yaml") == 2
+    file = tmp_path / "no" / "t.json"
+    assert called("run", "--runs", tmp_path, "--trace", file, TOY / "overlapped.yaml") == 2
     said = capsys.readouterr().err
-    assert said == f"command line: --trace: there is no folder {tmp_path / 'no'}\n"
+    assert said == f"command line: --trace: {file} cannot be written (No such file or directory)\n"
     assert not (tmp_path / "overlapped").exists()

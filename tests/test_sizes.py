@@ -13,6 +13,7 @@ from dflash_pipe.forecast import Options, predict
 from dflash_pipe.graph import dump
 from dflash_pipe.profile import Profile, Recorder, Samples
 from dflash_pipe.sizes import Fit, Sizes, fit, resized, sizes, telling_keys
+from stages.batches import Cut
 from tests.test_forecast import graph_of
 
 SIZED = """
@@ -182,6 +183,76 @@ def test_a_key_that_refers_to_another_is_not_told_twice(sized):
     found = sizes(graph, graph_of(path, target__num_anchors=50), profile)
     assert found == Sizes(1.0, {"target": {"anchors": (100, 50)}}, ())
     assert list(telling_keys(graph, profile)) == [("data", "max_tokens", 4000), ("target", "num_anchors", 100)]
+
+
+LIMITED = {"max_tokens": 12288, "max_rows": 6, "buckets": [512, 1024, 1536, 2048, 3072]}  # as for Qwen3-8B
+FREE = {**LIMITED, "max_rows": None}
+
+
+def cut(max_tokens, max_rows, buckets):
+    """Mean tokens in a message as the data stage cuts them: log-normal lengths, up to 3072."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.8, 0.7, 20_000), 2, 3072).astype(int)
+    made = Cut(max_tokens, max_rows, buckets=tuple(buckets or ()))
+    return lengths.sum() / len(made.epoch(np.arange(len(lengths)), lengths, (20, 0)))
+
+
+@pytest.mark.parametrize("buckets", [LIMITED["buckets"], None])
+@pytest.mark.parametrize(
+    ("before", "change", "unknown"),
+    [
+        (LIMITED, {"max_tokens": 24576}, ["max_tokens"]),
+        (LIMITED, {"max_tokens": 6144}, ["max_tokens"]),
+        (LIMITED, {"max_rows": 12}, ["max_rows"]),
+        (LIMITED, {"max_rows": None}, ["max_rows"]),
+        (LIMITED, {"max_rows": None, "max_tokens": 24576}, ["max_rows", "max_tokens"]),
+        (LIMITED, {"max_rows": 12, "max_tokens": 18432}, ["max_rows", "max_tokens"]),
+        (LIMITED, {"max_rows": 12, "max_tokens": 24576}, []),
+        (LIMITED, {"max_rows": 9, "max_tokens": 18432}, []),
+        (LIMITED, {"max_rows": 3, "max_tokens": 6144}, []),
+        (LIMITED, {"buckets": [768, 3072]}, ["buckets"]),
+        (FREE, {"max_tokens": 24576}, []),
+        (FREE, {"max_tokens": 6144}, []),
+        (FREE, {"max_rows": 6}, ["max_rows"]),
+        (FREE, {"buckets": [768, 3072]}, ["buckets"]),
+        (FREE, {"buckets": [768, 3072], "max_tokens": 24576}, ["buckets"]),
+    ],
+)
+def test_what_is_told_of_messages_is_what_the_cutter_makes_of_them(before, change, unknown, buckets, sized):
+    """Where one of several limits is changed, the cutter's messages grow by anything, and nothing is told."""
+    graph, profile = sized
+    before = {**before, "buckets": buckets}
+    graphs = [graph_of(graph.files[0], **with_keys(keys)) for keys in (before, {**before, **change})]
+    found = sizes(*graphs, profile)
+    assert sorted(key.partition(" ")[0] for key in found.unknown) == sorted(f"data.{key}" for key in unknown)
+    if not unknown:
+        assert found.everywhere != 1.0
+        assert cut(**{**before, **change}) / cut(**before) == pytest.approx(found.everywhere, rel=0.06)
+    elif "max_tokens" in unknown or "max_rows" in unknown:
+        assert found.everywhere == 1.0
+
+
+def with_keys(keys):
+    return {f"data__{key}": "null" if value is None else value for key, value in keys.items()}
+
+
+def test_of_two_limits_one_is_refused_both_are_forecast_and_neither_is_tried(sized):
+    graph, profile = sized
+    limited = graph_of(graph.files[0], data__max_rows=6)
+    profile = replace(profile, graph=dump(limited))
+    for text in (
+        "data.max_tokens=8000",
+        "data.max_rows=12",
+        "data.buckets=[512]",
+        "data.max_tokens=8000 data.max_rows=9",
+    ):
+        with pytest.raises(BadInput, match="not forecast: the profile does not tell what data"):
+            predict(limited, profile, [text])
+    outcome, beside, *others = predict(
+        limited, profile, ["data.max_tokens=8000 data.max_rows=12", "data.max_tokens=8000 target.replicas=2"]
+    ).outcomes
+    assert outcome.pace.step == pytest.approx(2 * 1.116, rel=0.02) and outcome.speedup == pytest.approx(1.0, rel=0.02)
+    assert beside.remarks == ("not forecast: what data.max_tokens (4000 -> 8000) does",)
+    assert not any("data.max" in other.change.name for other in others)
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,11 @@ def _workers(draw: random.Random, stages: list[str], window: int) -> dict[str, A
 
 
 class Sized(Source[Item]):
-    """A source whose messages hold up to so many tokens."""
+    """A source whose messages hold up to so many tokens, and rows."""
 
     max_tokens: int
+    max_rows: int | None = None
+    buckets: list[int] | None = None
     count: int = 400
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Item | None]]:
