@@ -146,7 +146,7 @@ def test_the_seconds_of_the_cpu_only_grow():
     while time.process_time() < until:
         pass
     every, busy, own = (b - a for a, b in zip(before, recording._cpu_seconds(), strict=True))
-    assert own >= 0.19 and 0 < busy <= every + 1e-6  # counted in ticks, and summed as floats
+    assert own >= 0.15 and 0 < busy <= every + 1e-6  # counted in ticks, and summed as floats
 
 
 def test_the_warm_up_of_a_resumed_run_begins_again(tmp_path):
