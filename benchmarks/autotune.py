@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.autotuned_launches import OURS, THREADS, WAYS, Launches, at_once, launches
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output
 from dflash_pipe import BadInput
 from stages.target_model import load_truncated
 from stages.tuning import keep_tuning
@@ -156,8 +157,8 @@ def autotune(
     Errors and launches a second; on a GPU also real Gated DeltaNet layers.
     """
     if importlib.util.find_spec("triton") is None:
-        raise BadInput("autotune: Triton is not installed (there is none for this platform)")
-    console = Console() if Console().is_terminal else Console(width=130)
+        raise BadInput("autotune: Triton cannot be imported here; it needs Linux, where `pip install triton` brings it")
+    console = output()
     console.print(described(), highlight=False)
     rates = launches(count, repeats)
     _print_launches(console, rates)

@@ -32,7 +32,9 @@ from torch import Tensor
 from benchmarks.machine import Out, described, keep
 from dflash_pipe import BadInput
 from stages.autotune import make_thread_safe
-from stages.target_model import TruncatedTarget, load_truncated, shortened, text_config
+from stages.model_source import text_config
+from stages.target_model import load_truncated, shortened
+from stages.truncated_target import TruncatedTarget
 from stages.tuning import keep_tuning, tuning_file
 
 __all__ = [

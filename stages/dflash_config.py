@@ -242,7 +242,7 @@ class DrafterKeys(ArchitectureKeys):
 
     def _target_config(self) -> Any:
         # Imported here: transformers takes seconds to import, and reading an exported config does not need it.
-        from stages.target_model import text_config
+        from stages.model_source import text_config
 
         self.check()
         return text_config(self.target, self.revision)

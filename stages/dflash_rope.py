@@ -72,17 +72,16 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
     return 0.1 * growth + 1.0
 
 
-def rotation(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [B, T] -> cos, sin [B, 1, T, head_dim] in `dtype`, computed in float32."""
-    angle = positions[:, None, :, None].float() * frequencies
-    cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
-    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-
-
 def half_rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """positions [B, T] -> cos, sin [B, T, head_dim / 2] float32: the same without rounding, each angle once."""
+    """positions [B, T] -> cos, sin [B, T, head_dim / 2] float32, each angle once."""
     angle = positions[..., None].float() * frequencies
     return angle.cos() * factor, angle.sin() * factor
+
+
+def rotation(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """positions [B, T] -> cos, sin [B, 1, T, head_dim]: the same twice, rounded to `dtype`, as `rotate` takes them."""
+    cos, sin = (turn[:, None].to(dtype) for turn in half_rotation(positions, frequencies, factor))
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

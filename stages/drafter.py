@@ -29,8 +29,10 @@ from stages.dflash_loss import (
 from stages.dflash_masks import Attention, resolve_attention
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten
 from stages.footprints import drafter_step_bytes, parameter_count
+from stages.frozen import load_frozen
 from stages.messages import FeatureBatch, Gradients, Parameters, Partial
-from stages.target_model import load_frozen, resolve_dtype, text_config
+from stages.model_source import text_config
+from stages.target_model import resolve_dtype
 
 __all__ = ["DrafterStep"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from dflash_pipe import BadInput
 from stages.dflash_config import SLIDING
 from stages.dflash_model import DFlashModel, DrafterConfig, parameter_layout
-from stages.target_model import text_config
+from stages.model_source import text_config
 
 __all__ = [
     "export",

@@ -24,8 +24,10 @@ from stages.arrow_rows import recipe_of
 from stages.dflash_loss import block_inputs
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten, initial_parameters
 from stages.drafter_files import load_drafter, read_record, refuse_other_target
+from stages.frozen import load_frozen
 from stages.messages import AcceptanceCounts, FeatureBatch
-from stages.target_model import Weights, load_frozen, resolve_layers
+from stages.model_source import Weights
+from stages.target_model import resolve_layers
 
 __all__ = ["AcceptanceReport", "AcceptanceWalk"]
 
@@ -169,7 +171,8 @@ class AcceptanceWalk(Stage):
             )
         if self.dtype != hidden.dtype:
             self.dtype = hidden.dtype
-            self.model = self.model.to(self.device, self.dtype)
+            flatten(self.model, self.device, self.dtype)  # matrices that are multiplied as one lie below each other
+            self.model.requires_grad_(False)
             self.frozen = load_frozen(self.target, self.revision, self.dtype, self.device, self.weights)
 
     def _agreement(self, features: FeatureBatch, row: np.ndarray, stop: np.ndarray, start: np.ndarray) -> np.ndarray:

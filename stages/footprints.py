@@ -1,5 +1,7 @@
 """How many bytes the stages of a training need, at most, from shapes alone (`Stage.footprint`).
 
+The shapes of the data stage are those of its first epoch; other epochs mix rows anew.
+
 A micro-batch has a shape (rows B, padded length S). Its draft tokens are D = B · min(num_anchors, S - 1) · block_size.
 H hidden size, K captured layers, I width of the MLP, Q = heads · head_dim of the queries, G that of the keys, P drafter
 parameters, V vocabulary.
@@ -8,15 +10,15 @@ What a drafter's layer keeps for its backward pass, in numbers of the compute dt
 
     a draft token     computed by modules (on a CPU)        by fused functions (on a GPU)
       of width H      6: x, unit, normed; x, unit, normed   2: x, x (norms are computed again)
-      of width Q      4: q, unit, rotated, out              4: q, rotated, out, joined
-      of width G      4: k, unit, rotated, v                4: k, v; rotated, v beside those of the context
+      of width Q      4: q, unit, rotated, out              3: q, rotated, out
+      of width G      4: k, unit, rotated, v                3: k, rotated, v
       of width I      4: gate, silu, up, product            2: gate, up
     a context token, of width G: as many
     a row             a dense mask, (D / B) · (S + D / B)   tiles of a mask (not counted)
 
 Beside its layers: 4 H a draft token (the last x, its norm, the rows that are supervised, their gradient), 3 H (modules)
 or 2 H (fused) a context token (what fc gives and its norm), and in the backward pass of one MLP 3 I or 1 I a draft
-token. That the modules' counts are right is tested against what autograd saves.
+token. That both counts are right is tested against what autograd saves.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class _Kept:
     transient: int
 
 
-_MODULES, _FUSED = _Kept(6, 4, 4, 4, 3, 3), _Kept(2, 4, 4, 2, 2, 1)
+_MODULES, _FUSED = _Kept(6, 4, 4, 4, 3, 3), _Kept(2, 3, 3, 2, 2, 1)
 
 
 def parameter_count(config: DrafterConfig) -> int:
@@ -68,11 +70,12 @@ def feature_bytes(shape: Shape, width: int, itemsize: int) -> int:
 
 
 def forward_bytes(config: Any, shape: Shape, itemsize: int) -> int:
-    """Of a forward pass of the target without gradients: x, its norm (in float32, too), gate, up and product."""
+    """Of a forward pass of the target without gradients: the embeddings, x, its norm (in float32, too), gate, up and
+    product. transformers' reference code for Gated DeltaNet layers, which only a CPU takes, needs more."""
     rows, length = shape
     hidden = config.hidden_size
     mlp = getattr(config, "intermediate_size", None) or 4 * hidden
-    return rows * length * ((2 * hidden + 3 * mlp) * itemsize + 4 * hidden)
+    return rows * length * (3 * (hidden + mlp) * itemsize + 4 * hidden)
 
 
 def drafter_step_bytes(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from stages.stacked import stacked
 
 __all__ = ["FusedDecoder", "not_fused"]
 
@@ -52,7 +53,7 @@ def not_fused(decoder: Any) -> str | None:
     if any(size & (size - 1) or size < 16 for size in _head_sizes(config, kinds)):
         return "no kernels for the size of its heads"
     if "linear_attention" in kinds and not importlib.util.find_spec("fla"):
-        return "flash-linear-attention is not installed"
+        return "flash-linear-attention cannot be imported here"
     return None
 
 
@@ -226,15 +227,7 @@ class _DeltaNet:
 def _joined(layer: nn.Module, names: Sequence[str]) -> Tensor:
     """The weights below each other; the layer's own become views of that, if they are not already."""
     weights = [layer.get_parameter(name) for name in names]
-    rows, first = [len(weight) for weight in weights], weights[0]
-    starts = itertools.accumulate(rows[:-1], initial=0)
-    if all(
-        weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and weight.storage_offset() == first.storage_offset() + start * first.stride(0)
-        for weight, start in zip(weights, starts, strict=True)
-    ):
-        return first.data.as_strided((sum(rows), first.shape[1]), first.stride())
-    joined = torch.cat([weight.data for weight in weights])
-    for weight, part in zip(weights, joined.split(rows), strict=True):
+    joined = stacked(*(weight.data for weight in weights))
+    for weight, part in zip(weights, joined.split([len(weight) for weight in weights]), strict=True):
         weight.data = part
     return joined

@@ -29,7 +29,8 @@ from stages.fused_training import (
     swiglu,
     swiglu_backward_,
 )
-from stages.gradient_sums import GradientSums, stacked
+from stages.gradient_sums import GradientSums
+from stages.stacked import stacked
 
 __all__ = ["Places", "fused_forward"]
 

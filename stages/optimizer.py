@@ -19,7 +19,7 @@ from stages.dflash_loss import Sums
 from stages.dflash_model import DFlashModel, DrafterKeys, initial_parameters, parameter_layout
 from stages.footprints import parameter_count
 from stages.messages import Gradients, Parameters, Partial
-from stages.splitmix import digest
+from stages.splitmix import AT_ONCE, digest
 from stages.target_model import resolve_dtype
 
 __all__ = ["AdamW", "learning_rate"]
@@ -78,12 +78,16 @@ class AdamW(Stage):
         DrafterKeys.pick(self.drafter).check()
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
-        """Masters and two moments in float32; while it steps, the partials' sum and that divided by the weight."""
+        """Masters and two moments in float32; while it steps, the partials' sum and that divided by the weight, and
+        three 64-bit numbers for each that is hashed at once (`stages.splitmix.digest`)."""
         keys = DrafterKeys.pick(self.drafter)
         size = parameter_count(keys.sizes())
         sums = 2 if self.drafter.get("partials", 1) > 1 else 1  # a single partial is used as it came
         sent = size * resolve_dtype(keys.dtype, ctx.device).itemsize
-        return Footprint({"float32 weights and moments": 12 * size}, {"gradient": 4 * size * sums}, sent=sent)
+        working = {"gradient": 4 * size * sums}
+        if self.digest:
+            working["digest"] = 24 * min(size, AT_ONCE)
+        return Footprint({"float32 weights and moments": 12 * size}, working, sent=sent)
 
     def open(self, ctx: Context) -> None:
         keys = DrafterKeys.pick(self.drafter)

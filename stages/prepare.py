@@ -23,7 +23,7 @@ from stages.arrow_shards import assemble, copy_rows, write_shard
 from stages.chat_tokens import ChatTokens, fingerprint
 from stages.conversations import parse_conversation
 from stages.messages import Conversations, TokenRows
-from stages.target_model import load_tokenizer
+from stages.model_source import load_tokenizer
 
 __all__ = ["ArrowWriter", "JsonlConversations", "Tokenise"]
 

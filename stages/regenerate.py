@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 
 from dflash_pipe import BadInput, Context, Stage
 from stages.messages import Conversations, TokenRows
-from stages.target_model import Dtype, load_full, load_tokenizer
+from stages.model_source import load_tokenizer
+from stages.target_model import Dtype, load_full
 
 __all__ = ["Regenerate"]
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["STEP", "digest", "mix", "mix_int", "shifted", "signed"]
+__all__ = ["AT_ONCE", "STEP", "digest", "mix", "mix_int", "shifted", "signed"]
 
 STEP = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_AT_ONCE = 1 << 25  # numbers hashed at once: their 64-bit copies are the memory that this takes
+AT_ONCE = 1 << 25  # numbers hashed at once: their 64-bit copies are the memory that this takes
 
 
 def digest(values: Tensor) -> str:
     """16 hexadecimal digits that depend on every bit of `values` (float32, contiguous) and on its place."""
     bits = values.detach().view(torch.int32)
-    places = torch.arange(min(_AT_ONCE, len(bits)), device=bits.device).mul_(signed(STEP))
+    places = torch.arange(min(AT_ONCE, len(bits)), device=bits.device).mul_(signed(STEP))
     total = 0
-    for start in range(0, len(bits), _AT_ONCE):
-        part = bits[start : start + _AT_ONCE].long()
+    for start in range(0, len(bits), AT_ONCE):
+        part = bits[start : start + AT_ONCE].long()
         # In place, and half a round of the finaliser instead of two and a half: all of this is memory traffic.
         part.add_(places[: len(part)]).add_(signed(start * STEP)).mul_(signed(_FIRST))
         part.bitwise_xor_(part >> 29)

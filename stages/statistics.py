@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dflash_pipe import BadInput, Context, Stage
 from stages.messages import FeatureBatch
-from stages.target_model import resolve_layers, text_config
+from stages.model_source import text_config
+from stages.target_model import resolve_layers
 
 __all__ = ["FILE", "FeatureStatistics"]
 

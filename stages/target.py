@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -10,8 +11,9 @@ from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.autotune import make_thread_safe
 from stages.footprints import feature_bytes, forward_bytes
 from stages.messages import FeatureBatch, TokenBatch
+from stages.model_source import Weights, text_config
 from stages.sized_models import refuse_weights
-from stages.target_model import Dtype, Weights, load_truncated, resolve_dtype, resolve_layers, text_config, weight_count
+from stages.target_model import Dtype, load_truncated, resolve_dtype, resolve_layers, weight_count
 from stages.tuning import keep_tuning, tuning_file
 
 __all__ = ["TargetForward"]
@@ -43,17 +45,34 @@ class TargetForward(Stage):
                 raise BadInput(f"shapes: {shape} is no shape, expected [rows, padded length] such as [3, 2048]")
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
-        """Weights up to the highest captured layer; one forward pass of the largest micro-batch, whose memory and
-        result are held where shapes are captured in graphs; told: the shapes of the micro-batches."""
-        config = text_config(self.model, self.revision)
+        """Weights up to the highest captured layer; the graphs of `shapes`, and a forward pass of the largest other
+        micro-batch; or what loading needs, if that is more. told: the shapes of the micro-batches."""
+        config, dtype = text_config(self.model, self.revision), resolve_dtype(self.dtype, ctx.device)
         width = len(resolve_layers(self.layers, config.num_hidden_layers)) * config.hidden_size
-        itemsize = resolve_dtype(self.dtype, ctx.device).itemsize
-        held = {"weights": weight_count(self.model, self.revision, self.layers, ctx.device) * itemsize}
+        on_gpu = ctx.device != "cpu"
+        asked = self.shapes if self.shapes and on_gpu and self.forward == "fused" and dtype != torch.float32 else []
+        held, captured = {}, sorted({(rows, length) for rows, length in asked}, key=math.prod)
+        if captured:  # they share the memory of the largest; the ids of each have their own
+            most = math.prod(captured[-1])
+            memory = forward_bytes(config, captured[-1], dtype.itemsize) + most * width * dtype.itemsize
+            held["graphs of " + _tokens(captured[-1])] = memory + 8 * sum(map(math.prod, captured))
         shapes = told["batch"] or []
-        rows, length = max(shapes, key=lambda shape: shape[0] * shape[1], default=(0, 0))
-        forward = forward_bytes(config, (rows, length), itemsize) + rows * length * width * itemsize
-        held[f"forward pass of {rows} x {length} tokens"] = forward
-        return Footprint(held, sent=feature_bytes((rows, length), width, itemsize), told=shapes)
+        eager = max({*shapes, *captured} - set(captured[-1:]), key=math.prod, default=(0, 0))
+        working = {"forward pass of " + _tokens(eager): forward_bytes(config, eager, dtype.itemsize)}
+        loading = self._loading_numbers(config, on_gpu) * dtype.itemsize
+        if loading > sum(held.values()) + sum(working.values()):
+            held, working = {}, {"matrices that loading drops again": loading}
+        held["weights"] = weight_count(self.model, self.revision, self.layers, ctx.device) * dtype.itemsize
+        largest = max(shapes, key=math.prod, default=(0, 0))
+        return Footprint(held, working, sent=feature_bytes(largest, width, dtype.itemsize), told=shapes)
+
+    def _loading_numbers(self, config: Any, on_gpu: bool) -> int:
+        """Numbers on the device only while the target is loaded, each matrix [V, H] (see `load_truncated`): of a random
+        one the lm_head and a copy of the embedding; a checkpoint is read on the CPU, with an lm_head."""
+        matrix: int = config.vocab_size * config.hidden_size
+        if self.weights == "random":
+            return matrix if config.tie_word_embeddings else 2 * matrix
+        return 0 if on_gpu else matrix
 
     def open(self, ctx: Context) -> None:
         if self.weights == "random" and ctx.replica == 0:
@@ -94,3 +113,7 @@ class TargetForward(Stage):
 
     def close(self) -> None:
         self._target = None  # type: ignore[assignment]
+
+
+def _tokens(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} x {shape[1]} tokens"

@@ -19,25 +19,19 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from dflash_pipe.errors import BadInput, nearest
-from stages.frozen import Frozen, load_frozen, random_embedding
-from stages.model_source import ModelSource, Weights, first_line, load_tokenizer, locate, quiet, text_config
+from stages.frozen import random_embedding
+from stages.model_source import ModelSource, Weights, first_line, locate, quiet, text_config
 from stages.sized_models import refuse_weights
 from stages.truncated_target import TruncatedTarget
 
 __all__ = [
     "Dtype",
-    "Frozen",
-    "TruncatedTarget",
-    "Weights",
-    "load_frozen",
     "load_full",
-    "load_tokenizer",
     "load_truncated",
     "reference_kernels_on_cpu",
     "resolve_dtype",
     "resolve_layers",
     "shortened",
-    "text_config",
     "weight_count",
 ]
 

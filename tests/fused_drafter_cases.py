@@ -4,25 +4,15 @@ import sys
 
 import torch
 import torch.nn.functional as F
-import triton.runtime.interpreter as interpreter
 
 from stages import fused_attention, fused_training
 from stages.dflash_loss import LossConfig, Supervision, block_loss
 from stages.dflash_masks import BlockGeometry, dense_mask
 from stages.dflash_model import DFlashModel, flatten, initial_parameters
 from stages.dflash_rope import rotate
+from stages.footprints import drafter_step_bytes
 from tests.drafters import batch, config, normal
-
-_plain_patch = interpreter._patch_lang_tensor
-
-
-def _patch(tensor, *more):
-    """Some versions of the interpreter cannot loop up to an argument with the newest numpy."""
-    _plain_patch(tensor, *more)
-    tensor.__index__ = lambda self: int(self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch
+from tests.interpreted import mend_loops
 
 
 def same(got, expected, tolerance=2e-6):
@@ -199,6 +189,43 @@ def model():
         raise AssertionError("backward ran twice over tensors that it overwrites")
 
 
+def saved(layers, rows, length):
+    """Numbers that are kept for the backward pass, and how many the table says.
+
+    Not those of weights and inputs, nor the sums of rows and of what a head sees, which are [R] and [B, n, Q].
+    """
+    of = config(head_dim=16, block_size=8, num_hidden_layers=layers, layer_types=("full_attention",) * layers)
+    net = DFlashModel(of, device="meta")
+    flatten(net).load(initial_parameters(of, 0))
+    anchors = torch.arange(4).expand(rows, -1) + 1
+    embeds, context = normal(rows, 32, of.hidden_size), normal(rows, length, of.feature_size)
+    given = {tensor.untyped_storage().data_ptr() for tensor in (*net.parameters(), embeds, context)}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.dim() in (2, 4) and tensor.untyped_storage().data_ptr() not in given:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        nodes = [net(embeds, context, anchors, anchors > 0, "fused").grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "gate_up"):  # what backward overwrites is not among what autograd saves
+            keep(node.gate_up)
+        nodes += [before for before, _ in node.next_functions if before]
+    said = drafter_step_bytes(of, [(1, 5), (rows, length)], 4, torch.int8, fused=True, dense=False)
+    return sum(tensor.numel() for tensor in kept.values()), said
+
+
+def kept():
+    """What one more layer keeps is exactly what the table in stages/footprints.py says."""
+    for rows, length in ((2, 40), (1, 20)):
+        (one, said_of_one), (two, said_of_two) = (saved(layers, rows, length) for layers in (1, 2))
+        assert two - one == said_of_two - said_of_one, (two - one, said_of_two - said_of_one)
+        assert one < said_of_one < 1.5 * one, (one, said_of_one)
+
+
 def nothing():
     """A micro-batch without any supervised slot adds nothing."""
     of = config(head_dim=16)
@@ -215,4 +242,5 @@ def nothing():
 
 
 if __name__ == "__main__":
+    mend_loops()
     globals()[sys.argv[1]]()

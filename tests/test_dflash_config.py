@@ -14,8 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dflash_pipe import BadInput
 from stages.dflash_config import DrafterConfig, DrafterKeys, resolve_mask_token
 from stages.dflash_rope import inverse_frequencies
-from stages.model_source import locate
-from stages.target_model import load_tokenizer, text_config
+from stages.model_source import load_tokenizer, locate, text_config
 from tests.drafters import config
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

@@ -15,9 +15,9 @@ from stages.anchors import draw_anchors
 from stages.dflash_loss import LossConfig, Sums, Supervision, block_inputs
 from stages.dflash_model import DFlashModel, flatten, initial_parameters, parameter_layout
 from stages.drafter import DrafterStep
+from stages.frozen import load_frozen
 from stages.messages import FeatureBatch, Gradients, Parameters
 from stages.optimizer import AdamW
-from stages.target_model import load_frozen
 from tests.drafters import batch, features, normal
 
 KEYS: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ from stages.dflash_loss import block_inputs
 from stages.drafter import DrafterStep
 from stages.drafter_files import load_drafter
 from stages.evaluate import AcceptanceReport, AcceptanceWalk, summary
+from stages.frozen import load_frozen
 from stages.messages import AcceptanceCounts, FeatureBatch, TokenBatch
 from stages.optimizer import AdamW
-from stages.target_model import load_frozen, load_full, load_truncated
+from stages.stacked import stacked
+from stages.target_model import load_full, load_truncated
 from tests.test_data import row, write
 
 TARGET = "tiny:llama"
@@ -205,6 +208,24 @@ def test_nothing_is_accepted_behind_the_end(trained: dict[str, Trained]) -> None
     for stop, accepted, offered in ((4, [0, 0, 0, 1], [1, 1, 1, 1]), (3, [0, 0, 1, 0], [1, 1, 1, 0])):
         counts = walk(made.folder, features_of([row], [[(start, start + stop)]]))
         assert counts.accepted.tolist() == accepted and counts.offered.tolist() == offered
+
+
+@pytest.mark.parametrize("name", ["half", None])
+def test_matrices_that_meet_the_same_input_lie_below_each_other(trained: dict[str, Trained], name: str | None) -> None:
+    """Or the fused layers would copy all of them at each draft."""
+    made = trained[name or "half"]
+    stage = AcceptanceWalk(path=name and str(made.folder), target=TARGET, layers=LAYERS, keys=KEYS)
+    stage.open(Context(seed=1))
+    features = made.features
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        stage.process(dataclasses.replace(features, hidden=features.hidden.to(dtype)))
+        assert {weight.dtype for weight in stage.model.parameters()} == {dtype}
+        assert not any(weight.requires_grad for weight in stage.model.parameters())
+        for layer in stage.model.layers:
+            part, mlp = layer.self_attn, layer.mlp
+            for together in ((part.q_proj, part.k_proj, part.v_proj), (mlp.gate_proj, mlp.up_proj)):
+                weights = [each.weight for each in together]
+                assert stacked(*weights).data_ptr() == weights[0].data_ptr()
 
 
 def counted(tokens: list[int], passes: list[int], accepted: list[int], offered: list[int], **more: int) -> Any:

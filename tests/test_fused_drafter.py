@@ -1,15 +1,6 @@
-"""The drafter's kernels compute what plain PyTorch does: run by Triton's interpreter on the CPU, in their own process.
-
-DFLASH_PIPE_TRITONS may name directories with several versions of Triton (see test_autotune.py).
-"""
+"""The drafter's kernels compute what plain PyTorch does, by Triton's interpreter on the CPU, in their own process."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,24 +8,17 @@ from torch import nn
 
 from dflash_pipe import BadInput
 from stages.dflash_masks import resolve_attention
-from stages.gradient_sums import GradientSums, stacked
+from stages.gradient_sums import GradientSums
+from stages.stacked import stacked
+from tests.interpreted import interpreted, with_every_triton
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = [folder for folder in os.environ.get("DFLASH_PIPE_TRITONS", "").split(os.pathsep) if folder]
-if not FOLDERS and importlib.util.find_spec("triton"):
-    FOLDERS = [""]
-CASES = ["norms", "heads", "swiglu", "cross_entropy", "attention", "model", "nothing"]
+CASES = ["norms", "heads", "swiglu", "cross_entropy", "attention", "model", "kept", "nothing"]
 
 
-@pytest.mark.skipif(not FOLDERS, reason="Triton is not installed (there is none for this platform)")
-@pytest.mark.parametrize("folder", FOLDERS)
+@with_every_triton
 @pytest.mark.parametrize("case", CASES)
 def test_kernels(case: str, folder: str) -> None:
-    path = os.pathsep.join(filter(None, [folder, str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.fused_drafter_cases", case]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    interpreted(folder, "-m", "tests.fused_drafter_cases", case)
 
 
 def test_matrices_below_each_other_are_one_view() -> None:

@@ -1,36 +1,23 @@
-"""The Triton kernels compute what plain PyTorch does, run by Triton's interpreter on the CPU in a process of their own.
+"""The Triton kernels compute what plain PyTorch does, by Triton's interpreter on the CPU in processes of their own."""
 
-DFLASH_PIPE_TRITONS may name directories with several versions of Triton (see test_autotune.py).
-"""
-
-import importlib.util
-import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = [folder for folder in os.environ.get("DFLASH_PIPE_TRITONS", "").split(os.pathsep) if folder]
-if not FOLDERS and importlib.util.find_spec("triton"):
-    FOLDERS = [""]
-pytestmark = pytest.mark.skipif(not FOLDERS, reason="Triton is not installed (there is none for this platform)")
-
-
-def interpreted(script, folder):
-    path = os.pathsep.join(filter(None, [folder, str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
-
+from tests.interpreted import NAMED, ROOT, TRITONS, interpreted, with_every_triton
 
 BEGIN = """
 import torch
 import torch.nn.functional as F
 from stages import fused_kernels as kernels
 from tests import fused_twins as twins
+from tests.interpreted import mend_loops
 
+mend_loops()
 torch.manual_seed(0)
 
 def same(got, expected, tolerance=1e-6):
@@ -79,18 +66,24 @@ same(strength, b.sigmoid().view(B, tokens, m))
 """
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_triton_that_is_named_is_the_one_that_runs():
+    for folder in NAMED:
+        found = interpreted(folder, "-c", "import triton; print(triton.__file__)")
+        assert Path(found.strip()).is_relative_to(Path(folder).resolve())
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("make"), reason="neither Triton nor make everywhere")
+def test_where_make_runs_the_tests_none_of_these_is_skipped():
+    printed = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"{TRITONS}=/\S+/triton-\S+ .*pytest", printed)
+
+
+@with_every_triton
 def test_each_kernel(folder):
-    ended = interpreted(EACH, folder)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    interpreted(folder, "-c", EACH)
 
 
 SCAN = f"""{BEGIN}
-import sys
-import numpy, triton
-if triton.__version__ < "3.9" and numpy.__version__ >= "2.4":
-    sys.exit(77)  # its interpreter cannot loop up to an argument with this numpy
-
 def chunk_writes(k, v, g, beta):
     '''What flash-linear-attention computes in a chunk: w, u.'''
     k = k.repeat_interleave(v.shape[2] // k.shape[2], 2).transpose(1, 2)
@@ -111,12 +104,9 @@ for tokens in (1, 64, 150):
 """
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@with_every_triton
 def test_the_scan_over_chunks_is_the_rule_token_by_token(folder):
-    ended = interpreted(SCAN, folder)
-    if ended.returncode == 77:
-        pytest.skip("this Triton's interpreter does not work with this numpy")
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    interpreted(folder, "-c", SCAN)
 
 
 WHOLE = """
@@ -141,6 +131,6 @@ for model in ("tiny:llama", "tiny:qwen3", "tiny:qwen3_5"):
 
 
 @pytest.mark.slow
-def test_whole_layers():
-    ended = interpreted(WHOLE, FOLDERS[-1])
-    assert ended.returncode == 0, ended.stderr[-3000:]
+@with_every_triton
+def test_whole_layers(folder):
+    interpreted(folder, "-c", WHOLE)

@@ -108,12 +108,12 @@ workers:
 """
 
 
-def needs(folder: Path, workers: str, *overrides: str) -> dict[str, Need]:
+def needs(folder: Path, workers: str, *overrides: str, graph: str = GRAPH) -> dict[str, Need]:
     file = folder / "graph.yaml"
-    file.write_text(GRAPH + workers)
-    graph = load([file], overrides)
-    check(graph)
-    return {need.device: need for need in estimate(plan(graph))}
+    file.write_text(graph + workers)
+    loaded = load([file], overrides)
+    check(loaded)
+    return {need.device: need for need in estimate(plan(loaded))}
 
 
 def sizes(need: Need) -> dict[str, int]:
@@ -123,11 +123,11 @@ def sizes(need: Need) -> dict[str, int]:
 
 def test_parts_and_messages_lie_where_they_are_needed(tmp_path: Path) -> None:
     found = needs(tmp_path, OVERLAPPED)
-    assert sizes(found["cpu"]) == {"batches: 1": 1}
+    assert sizes(found["cpu"]) == {"batches: 2": 2}  # one is being made while the last is copied
     assert sizes(found["gpu:0"]) == {
         "target: weights": 2 * GIB,
         "target: forward, at work": GIB,
-        "features: 1": 3000,  # being made
+        "features: 2": 6000,  # being made, being copied
         "batches: 4": 4,  # a capacity of 2, one about to be put in, one in use
     }
     assert sizes(found["gpu:1"]) == {
@@ -171,6 +171,63 @@ def test_bounds_of_channels_and_of_credits(tmp_path: Path) -> None:
     )
     assert sizes(apart["gpu:0"])["grads: 1"] == 512 and sizes(apart["gpu:1"])["grads: 2"] == 1024
     assert "drafter[0]: step, at work" in sizes(apart["gpu:0"])
+
+
+def test_each_channel_copies_for_itself(tmp_path: Path) -> None:
+    """What goes to another device in two channels lies there twice, and once where it was made."""
+    workers = OVERLAPPED.replace("[optimizer, track]", "[optimizer]") + "  track: {stages: [track], device: gpu:1}\n"
+    found = needs(tmp_path, workers, "optim.device=gpu:0")
+    assert sizes(found["gpu:1"])["params: 2"] == 1000
+    assert sizes(found["gpu:1"])["metrics: 4"] == 2000  # a capacity of 2, one about to be put in, one in use
+    assert sizes(found["gpu:0"])["metrics: 2"] == 1000 and "params: 1" not in sizes(found["gpu:0"])
+    here = sizes(needs(tmp_path, workers)["gpu:1"])
+    assert here["metrics: 4"] == 2000 and not [name for name in here if name.startswith("params")]
+
+
+def test_what_waits_for_whoever_is_free_lies_where_it_was_made(tmp_path: Path) -> None:
+    found = needs(tmp_path, OVERLAPPED, "target.replicas=2", "target.device=[gpu:0, gpu:1]")
+    assert sizes(found["cpu"])["batches: 4"] == 4
+
+
+@pytest.mark.timeout(30)  # and not longer with each
+def test_many_replicas_of_one_device_are_added_up_at_once(tmp_path: Path) -> None:
+    many = ("drafter.replicas=48", "drafter.take=round_robin", "window=48")
+    found = needs(tmp_path, OVERLAPPED, *many)["gpu:1"]
+    at_work = [name for name, _ in found.parts if name.endswith("at work")]
+    assert at_work == [f"drafter[{k}]: step, at work" for k in range(48)]
+    less = needs(tmp_path, OVERLAPPED, *many, "data.rows=0")["gpu:1"]
+    assert [name for name, _ in less.parts if name.endswith("at work")] == ["optimizer: gradient, at work"]
+
+
+class Norms(Stage):
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        return Footprint({}, {"squares": 4 * GIB}, sent=1)
+
+    def process(self, grads: Item) -> Item:
+        return grads
+
+
+class Scaled(Optimizer):
+    def process(self, grads: tuple[Item, ...], first: Item, second: Item) -> Item:  # type: ignore[override]
+        return grads[0]
+
+
+def test_stages_that_do_not_wait_for_each_other_are_added(tmp_path: Path) -> None:
+    """Two stages that take the same window's sums work side by side, though one token goes round through both."""
+    norms = "".join(f'  {name}: {{use: "tests.test_memory:Norms"}}\n' for name in ("first", "second"))
+    ways = "".join(
+        f"  to_{name}: {{from: drafter, to: {name}, per: window}}\n"
+        f"  from_{name}: {{from: {name}, to: optimizer.{name}, per: window}}\n"
+        for name in ("first", "second")
+    )
+    graph = GRAPH.replace("memory:Optimizer", "memory:Scaled").replace("to: optimizer,", "to: optimizer.grads,")
+    graph = graph.replace("channels:\n", f"{norms}channels:\n") + ways
+    workers = "".join(f'  {name}: {{stages: [{name}], device: "gpu:1"}}\n' for name in ("first", "second"))
+    at_work = {
+        name for name, _ in needs(tmp_path, OVERLAPPED + workers, graph=graph)["gpu:1"].parts if "at work" in name
+    }
+    assert {"first: squares, at work", "second: squares, at work"} <= at_work
+    assert "optimizer: gradient, at work" not in at_work
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_its_largest_part(tmp_path: Path) -> None:

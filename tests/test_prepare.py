@@ -16,8 +16,8 @@ from stages.arrow_rows import ArrowRows, recipe_of
 from stages.chat_tokens import ChatTokens
 from stages.conversations import parse_conversation
 from stages.messages import Conversations, TokenRows
+from stages.model_source import load_tokenizer
 from stages.prepare import ArrowWriter, JsonlConversations, Tokenise
-from stages.target_model import load_tokenizer
 
 PLAIN = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

@@ -39,6 +39,11 @@ def test_every_batch_has_the_shape_and_its_place() -> None:
     assert not torch.equal(sent[0].input_ids, sent[1].input_ids)
 
 
+def test_the_seed_decides_what_is_drawn() -> None:
+    first, again, other = (next(iter(batches(source(seed=seed)))).input_ids for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
 def test_a_cursor_goes_on_where_it_stopped() -> None:
     everything = list(source().read(None))
     cursor = json.loads(json.dumps(everything[2][0]))

@@ -10,8 +10,9 @@ import torch
 from dflash_pipe import BadInput, Context
 from dflash_pipe.stage import signature
 from stages.messages import Conversations, TokenRows
+from stages.model_source import load_tokenizer, locate
 from stages.regenerate import Regenerate
-from stages.target_model import load_full, load_tokenizer, locate
+from stages.target_model import load_full
 
 FAMILIES = ("tiny:llama", "tiny:qwen3", "tiny:qwen3_5")
 PROMPTS = (

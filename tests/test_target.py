@@ -13,8 +13,9 @@ from dflash_pipe.stage import signature
 from stages.dflash_config import DrafterKeys
 from stages.footprints import parameter_count
 from stages.messages import FeatureBatch, TokenBatch
+from stages.model_source import load_tokenizer, text_config
 from stages.target import TargetForward
-from stages.target_model import load_tokenizer, load_truncated, resolve_layers, text_config
+from stages.target_model import load_truncated, resolve_layers
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 OVERLAYS = sorted(path for path in (GRAPHS / "targets").glob("*.yaml") if not path.stem.startswith("random_"))

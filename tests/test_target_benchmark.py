@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.target import FUSED, GOALS, GRAPH, PLAIN, Case, Measured, Shape, captured_layers, missed, operations
 from dflash_pipe import BadInput
-from stages.target_model import resolve_layers, shortened, text_config
+from stages.model_source import text_config
+from stages.target_model import resolve_layers, shortened
 
 MODEL = "sizes:qwen3_6_27b"
 

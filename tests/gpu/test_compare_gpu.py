@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.compare import loaded, run
+from benchmarks.compare import run
+from benchmarks.graphs import loaded
 from tests.called import called
 from tests.training import write_rows
 

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3
 
 from benchmarks.target import exact_delta_rule
 from stages.autotune import make_thread_safe
-from stages.target_model import TruncatedTarget, load_truncated
+from stages.target_model import load_truncated
+from stages.truncated_target import TruncatedTarget
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,103 @@
+"""Where a target's files come from: tiny models that are made, names and directories that are refused, tokenizers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_pipe import BadInput
+from stages.model_source import load_tokenizer, locate, text_config
+from tests.tiny_targets import copied
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def test_tiny_models_are_made_once_and_are_the_same_everywhere(monkeypatch, tmp_path):
+    first = Path(locate("tiny:qwen3_5").place)
+    monkeypatch.setenv("DFLASH_PIPE_CACHE", str(tmp_path))
+    again = Path(locate("tiny:qwen3_5").place)
+    assert first != again and sorted(p.name for p in tmp_path.iterdir()) == [again.name]
+    for file in sorted(p.name for p in first.iterdir()):
+        assert (first / file).read_bytes() == (again / file).read_bytes(), file
+    written = (again / "model.safetensors").stat().st_mtime_ns
+    assert locate("tiny:qwen3_5").place == str(again)
+    assert (again / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_the_tiny_tokenizer():
+    tokenizer = load_tokenizer("tiny:llama")
+    assert len(tokenizer) == 512
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]) == [0, 1, 2, 3]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
+    text = 'def f(x): return "naïve 東京"\n\t# 123'
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello: 42!"}]
+    got = tokenizer.apply_chat_template(chat * 2, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [i for i, mark in zip(got["input_ids"], got["assistant_masks"], strict=True) if mark]
+    assert tokenizer.decode(marked) == "Hello: 42!<|im_end|>" * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        ("/nowhere/at/all", "no such directory"),
+        ("./nowhere", "no such directory"),
+        ("~/nowhere", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("who?", "neither a directory nor a hub id of the form owner/name"),
+        ("", "expected a directory, a hub id"),
+        ("tiny:qwen4", r"no such model \(did you mean 'tiny:qwen3'\?\)"),
+        ("package:smolm2", r"no such model \(did you mean 'package:smollm2'\?\)"),
+    ],
+)
+def test_a_name_that_cannot_be_a_model_is_refused(model, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        text_config(model)
+
+
+def test_files_and_revisions_of_what_has_none_are_refused(tmp_path):
+    folder = copied("tiny:qwen3", tmp_path)
+    with pytest.raises(BadInput, match="is a file; expected a directory"):
+        text_config(str(folder / "config.json"))
+    with pytest.raises(BadInput, match="only models on the hub have revisions"):
+        text_config(str(folder), "main")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(BadInput, match=r"it has no tokenizer \(tokenizer\.json, "):
+        load_tokenizer(str(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadInput, match="it has no usable tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def python(script, **environment):
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
+    return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=100)
+
+
+def test_a_hub_id_that_is_not_cached_says_what_was_tried(tmp_path):
+    script = """
+from dflash_pipe import BadInput
+from stages.model_source import load_tokenizer, text_config
+for load in (text_config, load_tokenizer):
+    try:
+        load("nobody/nothing", "v2")
+    except BadInput as error:
+        print(error)
+"""
+    ended = python(script, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("target 'nobody/nothing': tried the directory ")
+        assert "nothing for revision 'v2'" in line and "the hub was not asked (offline mode)" in line
