@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.machine import Out, described, keep
 from benchmarks.target import Matmuls, settled, timed
+from benchmarks.terminal import output
 from dflash_pipe import BadInput, Context, Stamp
 from dflash_pipe.errors import nearest
 from stages.dflash_model import DFlashModel, Slot, parameter_layout
@@ -210,7 +211,7 @@ def drafter(
         raise BadInput("this machine has no GPU, and the step is measured at full size", "command line")
     if check and not any(str(case) in GOALS for case in chosen):
         raise BadInput(f"--check: goals are stated for {', '.join(GOALS)}", "command line")
-    console = Console() if Console().is_terminal else Console(width=110)
+    console = output()
     console.print(described(), highlight=False)
     matmuls = Matmuls()
     matmuls()

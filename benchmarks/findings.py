@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.compare import VARIANT, Topology, difference, is_control, ratio
+from benchmarks.compare import Topology, difference, ratio
+from benchmarks.graphs import VARIANT, is_control
 from benchmarks.interval import Estimate
-from dflash_pipe.forecast import Forecast, Options, predict
+from dflash_pipe.forecast import TRUSTED, Forecast, Options, predict
 from dflash_pipe.forecast_table import duration, figure, unit_of
 
 __all__ = ["Findings", "found", "rates"]
 
 # So many times the messages that are worked on ahead have to be measured; a step as forecast needs no doubt.
 _MANY, _CLOSE = 5, 0.05
-# A forecast that misses what was measured by more than this has nothing to advise.
-_TRUSTED = 0.10
 _HEADS = (
     "topology",
     "GPUs",
@@ -101,20 +100,22 @@ def _original(topology: Topology, compared: Sequence[Topology]) -> Topology:
 
 def _headline(compared: Sequence[Topology], differences: Sequence[str]) -> str:
     if differences:
-        return f"No topology can be called the fastest: {differences[0]}."
+        return "No topology can be called the fastest."
     first = compared[0]
     rivals = [topology for topology in compared if _original(topology, compared) is topology]
     if len(rivals) == 1:
         return f"{first.name}: {duration(first.step.median)} a step."
     fastest, second, *_ = sorted(rivals, key=lambda topology: ratio(topology, first).median, reverse=True)
-    against = second if fastest is first else first
-    gain, sure = _factor(ratio(fastest, against))
-    said = f"{gain} times as fast as {against.name}{sure and f' ({sure})'}."
     lead = ratio(fastest, second)
     if lead.low is not None and lead.low <= 1.0:
-        unsure = f"{fastest.name} and {second.name} cannot be told apart by {len(first.trials)} runs each"
-        return f"{unsure}; {fastest.name} is {said}"
-    return f"{fastest.name} is the fastest: {said}"
+        _, sure = _factor(lead)
+        return (
+            f"{fastest.name} and {second.name} cannot be told apart by {len(first.trials)} runs each: "
+            f"{fastest.name} is {sure} times as fast."
+        )
+    against = second if fastest is first else first
+    gain, sure = _factor(ratio(fastest, against))
+    return f"{fastest.name} is the fastest: {gain} times as fast as {against.name}{sure and f' ({sure})'}."
 
 
 def _factor(times: Estimate, decimals: int = 2) -> tuple[str, str]:
@@ -191,14 +192,14 @@ def _remarks(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: 
 
 
 def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> dict[str, str]:
-    """What each forecast says of its topology, where it was right; else by how much not, and whether a shared processor
-    explains it."""
+    """What binds each topology and what would help, where its forecast was right; else by how much not, and whether a
+    shared processor explains it."""
     profile = compared[0].middle.profile
     said = {}
     for topology, forecast in zip(compared, forecasts, strict=True):
         off = topology.step.median / forecast.pace.step
-        said[topology.name] = forecast.verdict
-        if off > 1 + _TRUSTED:
+        said[topology.name] = _verdict(topology, forecast)
+        if off > 1 + TRUSTED:
             said[topology.name] = f"takes {off:.2f} times its forecast, so what that advises is left out"
             together = dict.fromkeys(topology.graph.stages, "one processor")
             shared = predict(topology.graph, profile, options=Options(together=together, changes=False)).pace.step
@@ -207,6 +208,15 @@ def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> di
                     "; if no two stages ever computed at the same time (one interpreter, or too few cores), "
                     f"it would be {duration(shared)} a step"
                 )
-        elif off < 1 - _TRUSTED:
+        elif off < 1 - TRUSTED:
             said[topology.name] = f"takes only {off:.2f} times its forecast, so what that advises is left out"
     return said
+
+
+def _verdict(topology: Topology, forecast: Forecast) -> str:
+    """The forecast's verdict, but with the share of its time for which what binds was busy as it was measured."""
+    stage, share = next(iter(forecast.pace.stages.items()))
+    busy = max(worker.busy for worker in topology.middle.view.workers if stage in worker.stages)
+    _, _, advice = forecast.verdict.partition("; ")
+    bound = f"bound by {stage}: busy {busy:.0%} as measured, {share:.0%} of the forecast's critical path"
+    return f"{bound}; {advice}" if advice else bound

@@ -20,10 +20,10 @@ from typing import Annotated, Any
 
 import janus
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import described
+from benchmarks.terminal import output
 from dflash_pipe.channel import Channel
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.graph import load
@@ -153,7 +153,7 @@ def handoff(
         times = (f"{r.best[kind]:.2f}" for kind in KINDS)
         medians = (f"{r.median(kind):.2f}" for kind in ("janus", "channel"))
         table.add_row(str(r.capacity), *times, *medians, r.spread("channel"), f"≤ {RATIO} {good}")
-    console = Console() if Console().is_terminal else Console(width=130)
+    console = output()
     console.print(
         f"{described()}; janus {importlib.metadata.version('janus')}",
         f"command: python -m benchmarks {' '.join(sys.argv[1:])}",

@@ -6,18 +6,19 @@ as different. Published: seconds a step on four GPUs (two targets, two drafters,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare import Topology, run_in_turns
+from benchmarks.compare import Interrupted, Topology, run_in_turns
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output, progress
 from dflash_pipe.check import check, rate
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.graph import Graph, dump, load
@@ -92,15 +93,19 @@ def forecast(graph: Graph, spread: float = 0.0) -> Forecast:
     return predict(graph, written(graph, spread), options=Options(changes=False))
 
 
-def climbed(scale: float, steps: int, repeat: int) -> list[Climbed]:
-    """Forecast and measure every rung."""
+def climbed(scale: float, steps: int, repeat: int, told: Callable[[str], None]) -> tuple[list[Climbed], int]:
+    """Forecast and measure every rung; and how often each ran, which is less than `repeat` after a Ctrl-C."""
     graphs = [graph_of(rung.file, scale, steps) for rung in RUNGS]
     before = [forecast(graph) for graph in graphs]
-    measured: list[Topology] = run_in_turns(graphs, repeat, lambda said: None)
-    return [
+    try:
+        measured = run_in_turns(graphs, repeat, told)
+    except Interrupted as early:
+        measured = early.topologies
+    rungs = [
         Climbed(rung, said, said.pace.step / scale, _step(topology) / scale)
         for rung, said, topology in zip(RUNGS, before, measured, strict=True)
     ]
+    return rungs, len(measured[0].trials)
 
 
 def _step(topology: Topology) -> float:
@@ -175,25 +180,32 @@ def ladder(
 
     The exit code is 1 if the ratio of two rungs is more than 5 % off the published one.
     """
-    console = Console() if Console().is_terminal else Console(width=170)
-    with console.status("climbing"):
-        rungs = climbed(scale, steps, repeat)
+    console = output()
+    with progress(console) as told:
+        rungs, runs = climbed(scale, steps, repeat, told)
+        told("what could account for v4_fitted")
         causes = rivals()
     worst, which = miss(rungs)
-    console.print(described(), highlight=False, soft_wrap=True)
+    console.print(described(), f"seconds a step, run at {scale:g} of them:", sep="\n", highlight=False, soft_wrap=True)
+    if runs < repeat:
+        console.print(f"Stopped after {runs} of {repeat} runs of each rung.", highlight=False)
     console.print(_table(rungs, scale))
     met = "met" if worst <= GOAL else "missed"
-    console.print("\nwhat decides each, by the forecast:")
+    console.print("\nwhat the published time of each is, and what decides it by the forecast:")
     for c in rungs:
-        console.print(f"  {c.rung.file}: {c.forecast.pace.cycle}", highlight=False, soft_wrap=True, markup=False)
+        line = f"  {c.rung.file} ({c.rung.kind}): {c.forecast.pace.cycle}"
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(f"\nratios between rungs: at most {worst:.1%} from published ({which}; goal ≤ {GOAL:.0%}: {met})")
     console.print("\nv4_fitted: the target's 1.35 s are fitted, not explained. What could account for them:")
-    console.print(_causes(causes))
+    for cause, some, whole, source in causes:
+        whole = whole and f"; all of it would take {whole}"
+        console.print(f"  {cause}: {some}{whole} ({source})", highlight=False, soft_wrap=True, markup=False)
     if out:
         figures: dict[str, Any] = {
             "scale": scale,
             "steps": steps,
-            "repeats": repeat,
+            "repeats": runs,
+            "stopped": runs < repeat,
             "worst_ratio": [worst, which],
             "rungs": [
                 vars(c.rung) | {"forecast": c.before, "measured": c.measured, "critical": str(c.forecast.pace.cycle)}
@@ -202,31 +214,26 @@ def ladder(
             "v4_fitted": causes,
         }
         console.print(f"results: {keep(out, 'ladder', figures)}", highlight=False)
+    if runs < repeat:
+        raise typer.Exit(128 + signal.SIGINT)
     if worst > GOAL:
         raise typer.Exit(1)
 
 
 def _table(rungs: Sequence[Climbed], scale: float) -> Table:
-    table = Table(box=None, pad_edge=False, title=f"seconds a step (run at {scale:g} of them)", title_justify="left")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for head in ("rung", "published", "forecast", "measured", "measured / forecast", "of v2", "published of v2"):
-        table.add_column(head, justify="left" if head == "rung" else "right")
+        table.add_column(head, justify="left" if head == "rung" else "right", no_wrap=head == "rung")
     base = next(c for c in rungs if c.rung.file == "v2")
     for c in rungs:
         told = c.rung.published
         table.add_row(
             c.rung.file,
-            f"{told:.2f} {c.rung.kind}" if told else c.rung.kind,
+            f"{told:.2f}" if told else "-",
             f"{c.before:.2f}",
             f"{c.measured:.2f}",
             f"{c.measured / c.before:.1%}",
             f"{c.measured / base.measured:.3f}",
             f"{told / base.rung.published:.3f}" if told and base.rung.published else "-",
         )
-    return table
-
-
-def _causes(causes: Sequence[tuple[str, str, str, str]]) -> Table:
-    table = Table("cause", "known to account for", "all of it would take", "known from", box=None, pad_edge=False)
-    for row in causes:
-        table.add_row(*row)
     return table

@@ -20,11 +20,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.interval import Estimate, estimate
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.graph import Graph, load
 from dflash_pipe.message import Stamp
@@ -50,7 +50,7 @@ def loop(
 
     Both make the same torch calls: SmolLM2 on the CPU.
     """
-    console = Console() if Console().is_terminal else Console(width=130)
+    console = output()
     with tempfile.TemporaryDirectory() as folder:
         graph = _graph(Path(folder), steps)
         pairs = []

@@ -62,23 +62,30 @@ def record() -> dict[str, Any]:
     }
 
 
-def _made(folder: Path | None) -> Path | None:
-    """The folder, made and tried before anything is measured: figures must not be lost at the end."""
+def _tried(folder: Path | None) -> Path | None:
+    """The folder, made, tried and, if it is new, removed before anything is measured: figures must not be lost at the
+    end, and no empty folder be left where there are none."""
     if folder is not None:
+        new = [each for each in (folder, *folder.parents) if not each.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             os.rmdir(tempfile.mkdtemp(dir=folder))
         except OSError as error:
             raise BadInput(f"--out: nothing can be written into {folder} ({error.strerror})", "command line") from None
+        finally:
+            for each in new:
+                if each.is_dir():
+                    each.rmdir()
     return folder
 
 
 # The option of every command that keeps its figures.
-Out = Annotated[Path | None, typer.Option(callback=_made, help="write the figures as JSON into this folder")]
+Out = Annotated[Path | None, typer.Option(callback=_tried, help="write the figures as JSON into this folder")]
 
 
 def keep(folder: Path, name: str, figures: dict[str, Any]) -> Path:
-    """Write folder/name.json: the record of this moment, then the figures."""
+    """Write folder/name.json: the record of this moment, then the figures. The folder is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.json"
     file.write_text(json.dumps(record() | figures, indent=1) + "\n")
     return file

@@ -16,12 +16,12 @@ from typing import Annotated, Any, get_args
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.terminal import output
 from dflash_pipe import BadInput
 from dflash_pipe.errors import nearest
 from stages.dflash_loss import LossConfig, Supervision, block_inputs, block_loss
@@ -209,7 +209,7 @@ def parity(
     table.add_column("")
     for d in found:
         table.add_row(d.case, d.quantity, f"{d.value:.1e}", f"{d.accepted:.1e}", "ok" if d.good else "DIFFERS")
-    console = Console(width=None if Console().is_terminal else 110)
+    console = output()
     console.print(table)
     bad = [d for d in found if not d.good]
     console.print(f"{len(found)} quantities of {len({d.case for d in found})} cases compared, {len(bad)} differ")

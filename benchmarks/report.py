@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -17,7 +18,7 @@ from benchmarks.machine import described, record
 from dflash_pipe.forecast import Forecast
 from dflash_pipe.trace import Timeline
 
-__all__ = ["panels", "rendered"]
+__all__ = ["is_report", "panels", "rendered"]
 
 # The timelines show this many steps of the slowest topology, but no more work than a reader can tell apart.
 _STEPS, _SPANS = 3.1, 1500
@@ -50,8 +51,18 @@ def rendered(
         "versions": versions,
         "command": about["command"],
     }
-    text = (files("benchmarks") / "report.html.j2").read_text()
-    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text).render(words)
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_template()).render(words)
+
+
+def is_report(file: Path) -> bool:
+    """Whether a file is such a page: its first line tells."""
+    expected = _template().partition("\n")[0].encode()
+    with file.open("rb") as opened:
+        return opened.readline(len(expected) + 2).rstrip() == expected
+
+
+def _template() -> str:
+    return (files("benchmarks") / "report.html.j2").read_text()
 
 
 def panels(topologies: Sequence[Topology], forecasts: Sequence[Forecast]) -> tuple[list[Panel], float]:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output
 from dflash_pipe import BadInput
 from stages.arrow_rows import ArrowRows
 from stages.arrow_shards import SCHEMA
@@ -178,7 +179,10 @@ def measure(way: str, file: Path, rows: int, reads: int) -> Cost:
         f"import json; from pathlib import Path; from benchmarks.rows import read_way; print(json.dumps(vars({read})))"
     )
     root = Path(__file__).parents[1]  # where `benchmarks` can be imported from, wherever we were started
-    ended = subprocess.run([sys.executable, "-c", call], cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    # A session of its own: Ctrl-C is for this process, which ends the other one without a word from it.
+    ended = subprocess.run(
+        [sys.executable, "-c", call], cwd=root, stdout=subprocess.PIPE, text=True, check=True, start_new_session=True
+    )
     return Cost(**json.loads(ended.stdout))
 
 
@@ -193,7 +197,7 @@ def rows(
     stated = (count, tokens) == (ROWS, TOKENS)
     if check and not stated:
         raise BadInput(f"--check: the goal is stated for {ROWS:,} rows of {TOKENS:,} tokens", "command line")
-    console = Console() if Console().is_terminal else Console(width=130)
+    console = output()
     installed = [way for way in WAYS if WAYS[way] is not _datasets or importlib.util.find_spec("datasets")]
     with tempfile.TemporaryDirectory() as folder, console.status("writing the file") as status:
         file = Path(folder) / "rows.arrow"
@@ -208,7 +212,7 @@ def rows(
     _print(console, costs, f"{count:,} rows of {tokens:,} tokens, {size / 1e6:,.0f} MB")
     for way in WAYS:
         if way not in installed:
-            console.print(f"not run: {way} (not installed)", highlight=False)
+            console.print(f"not run: {way} (not installed: pip install datasets)", highlight=False)
     goal = f"goal of {_OURS}: ≤ {MICROSECONDS:g} µs a row and ≤ {IN_MEMORY:g} times the file in memory"
     verdict = ("met" if good else "missed") if stated else f"stated for {ROWS:,} rows of {TOKENS:,} tokens"
     console.print(f"{goal}: {verdict}", highlight=False)

@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output
 from dflash_pipe import BadInput
 
 __all__ = ["GOAL", "WAYS", "Gradients", "Grid", "concluded", "factors", "sync"]
@@ -28,6 +29,7 @@ _DTYPE = torch.bfloat16
 _PER_PARAMETER, _PINNED = "each through the CPU", "flat through the CPU, pinned"
 _CPU_SIZE, _GPU_SIZE = 20_000_000, 1_730_000_000
 _LEAST = 16 * 1000  # a sixteenth of them in 1,000 tensors
+_WORTH = 1.05  # a factor of less may be chance
 
 
 class Gradients:
@@ -178,7 +180,10 @@ def concluded(grid: Sequence[Grid]) -> list[str]:
         found["pageable memory instead of pinned"] = times(memory=(_KEPT, _PINNED_MEMORY))
     lines = [f"{what}: {factor:.2f} times the seconds" for what, factor in found.items()]
     lines.append(f"16 times the size: {times(numbers=(numbers[-1], numbers[0])):.2f} times the seconds")
-    return [*lines, f"what costs most, all else being equal: {max(found, key=lambda what: found[what])}"]
+    most = max(found, key=lambda what: found[what])
+    if found[most] < _WORTH:
+        return [*lines, f"neither the number of tensors nor the kind of memory costs more than {_WORTH - 1:.0%}"]
+    return [*lines, f"what costs most, all else being equal: {most}"]
 
 
 # --- the command
@@ -205,7 +210,7 @@ def sync(
     devices = ["cpu", "cpu"] if gpus == 0 else ["cuda:0", "cuda:0" if gpus == 1 else "cuda:1"]
     seconds = _ways(Gradients(numbers, count, devices, pinned=gpus > 0), gpus, repeats)
     grid = factors(numbers, (1, count, 1000), devices[0], repeats)
-    console = Console() if Console().is_terminal else Console(width=110)
+    console = output()
     size = f"{numbers:,} {str(_DTYPE).removeprefix('torch.')} gradients in {count} tensors, on {' and '.join(devices)}"
     console.print(described(), size, sep="\n", highlight=False)
     _print(console, seconds, grid)

@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output
 from dflash_pipe import BadInput
 from stages.autotune import make_thread_safe
 from stages.model_source import text_config
@@ -256,7 +257,7 @@ def target(
     chosen = [Shape.parse(text) for text in shapes or map(str, GOALS)]
     if not torch.cuda.is_available():
         raise BadInput("this machine has no GPU, and the forward is measured at full size", "command line")
-    console = Console() if Console().is_terminal else Console(width=120)
+    console = output()
     console.print(described(), highlight=False)
     matmuls = Matmuls()
     matmuls()

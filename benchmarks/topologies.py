@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.alone import alone
-from benchmarks.compare import Topology, clear, loaded, on_devices_of, ratio, run_in_turns, source
+from benchmarks.compare import Interrupted, Topology, clear, ratio, run_in_turns
 from benchmarks.findings import Findings, found, rates
+from benchmarks.graphs import inputs, loaded, on_devices_of, source
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output, progress
 from dflash_pipe import BadInput
 from dflash_pipe.cli import writable
 from dflash_pipe.forecast import Forecast, predict
@@ -30,6 +32,7 @@ __all__ = ["topologies"]
 
 # As `dflash-pipe run` sets it.
 _SWITCH_INTERVAL = 0.0005
+_NAME = "topologies"  # of the file with the figures
 
 
 def topologies(
@@ -58,21 +61,19 @@ def topologies(
     two.yaml with `extends: graphs/overlapped.yaml` and `workers: {target: {replicas: 2}}`, and name both. The same
     graph twice is a control: its ratio should be 1.
     """
-    writable("--report", report)
-    if report and not importlib.util.find_spec("matplotlib"):
-        raise BadInput("--report needs matplotlib: pip install 'dflash-pipe[bench]'", "command line")
     graphs = loaded(arguments, steps)
+    _refuse_to_overwrite(graphs, report, out)
     if same_devices:
         graphs = [on_devices_of(graphs[0], graph) for graph in graphs]
     rows = rows or _rows(graphs[0])
-    console = Console() if Console().is_terminal else Console(width=150)
+    console = output()
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    with _progress(console) as told:
-        compared = run_in_turns(graphs, repeat, told, checked=True)
-        told("each stage alone" if profile_stages else "forecasting")
-        ceilings = _alone(compared[0]) if profile_stages else []
+    with progress(console) as told:
+        compared, ceilings, stopped = _measured(graphs, repeat, profile_stages, told)
+        told("forecasting")
         forecasts = [predict(topology.graph, compared[0].middle.profile) for topology in compared]
     findings = found(compared, forecasts, rows)
+    findings = replace(findings, headline=" ".join(filter(None, (stopped, findings.headline))))
     _print(console, findings, ceilings)
     if report:
         from benchmarks.report import rendered  # it needs what only a report needs
@@ -80,20 +81,42 @@ def topologies(
         report.write_text(rendered(compared, forecasts, findings, ceilings))
         console.print(f"report: {report}", highlight=False)
     if out:
-        console.print(f"results: {keep(out, 'topologies', _figures(compared, forecasts, findings))}", highlight=False)
+        figures = _figures(compared, forecasts, findings) | {"stopped": bool(stopped)}
+        console.print(f"results: {keep(out, _NAME, figures)}", highlight=False)
+    if stopped:
+        raise typer.Exit(128 + signal.SIGINT)
     if findings.differences:
         raise typer.Exit(1)
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """How to tell what is going on: one line that changes on a terminal, else a line each on stderr."""
-    if not console.is_terminal:
-        began = perf_counter()
-        yield lambda said: print(f"{perf_counter() - began:7.1f} s: {said}", file=sys.stderr, flush=True)
-        return
-    with console.status("") as status:
-        yield lambda said: status.update(escape(said))
+def _measured(
+    graphs: Sequence[Graph], repeat: int, profile_stages: bool, told: Callable[[str], None]
+) -> tuple[list[Topology], list[tuple[str, ...]], str]:
+    """The graphs' runs; each stage of the first alone, if asked for; and in words what Ctrl-C left out, or ''."""
+    try:
+        compared = run_in_turns(graphs, repeat, told, checked=True)
+    except Interrupted as early:
+        return early.topologies, [], f"Stopped after {len(early.topologies[0].trials)} of {repeat} timed runs of each."
+    try:
+        if profile_stages:
+            told("each stage alone")
+        return compared, _alone(compared[0]) if profile_stages else [], ""
+    except KeyboardInterrupt:
+        return compared, [], "Stopped before every stage had run alone."
+
+
+def _refuse_to_overwrite(graphs: Sequence[Graph], report: Path | None, out: Path | None) -> None:
+    """Raise BadInput where a result would take the place of what is read, or a report that of what is none."""
+    if report and not importlib.util.find_spec("matplotlib"):
+        raise BadInput("--report needs matplotlib: pip install 'dflash-pipe[bench]'", "command line")
+    writable("--report", report, inputs(graphs))
+    if report and report.is_file():
+        from benchmarks.report import is_report
+
+        if report.stat().st_size and not is_report(report):
+            raise BadInput(f"--report: {report} is there and is no report of this command", "command line")
+    if out and (kept := out / f"{_NAME}.json").exists():
+        writable("--out", kept, inputs(graphs))
 
 
 def _rows(graph: Graph) -> int | None:
@@ -150,7 +173,7 @@ def _figures(compared: Sequence[Topology], forecasts: Sequence[Forecast], findin
             "a_second": rates(topology),
             "peak_bytes": topology.memory,
             "forecast_seconds": forecast.pace.step,
-            "verdict": forecast.verdict,
+            "verdict": findings.verdicts[topology.name],
             "workers": {w.name: [w.busy, w.starved, w.blocked] for w in topology.middle.view.workers},
             "digests": checked.digests,
             "weights": checked.weights,

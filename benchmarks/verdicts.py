@@ -6,7 +6,9 @@ forecast looked at is run too. The verdict is right if what it names is within 2
 
 from __future__ import annotations
 
+import contextlib
 import random
+import signal
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -14,11 +16,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.machine import Out, described, keep
+from benchmarks.terminal import output, progress
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.forecast import predict
 from dflash_pipe.graph import Graph, load
@@ -62,18 +63,32 @@ def verdicts(
 
     Random graphs of waiting stages run, and so does every change of them that the forecast considers.
     """
-    console = Console() if Console().is_terminal else Console(width=130)
-    found = [verdict_of(number) for number in track(range(seed, seed + graphs), "graphs", console=console)]
+    console = output()
+    found: list[Verdict] = []
+    with progress(console) as told, contextlib.suppress(KeyboardInterrupt):
+        for number in range(seed, seed + graphs):
+            told(f"graph {len(found) + 1} of {graphs}")
+            found.append(verdict_of(number))
+    if not found:
+        raise KeyboardInterrupt
+    stopped = len(found) < graphs
     share = statistics.mean(verdict.right for verdict in found)
-    table = Table("graph", "ms a step", "named", "ms", "best of all", "ms", "right", title=described(), box=None)
+    console.print(described(), highlight=False, soft_wrap=True)
+    table = Table("graph", "ms a step", "named", "ms", "best of all", "ms", "right", box=None, pad_edge=False)
     for v in found:
         named, best = f"{1e3 * v.seconds[v.named]:.1f}", f"{1e3 * v.seconds[v.best]:.1f}"
         table.add_row(v.graph, f"{1e3 * v.before:.1f}", v.named, named, v.best, best, "yes" if v.right else "no")
     console.print(table)
     good = "met" if share >= GOAL else "missed"
+    if stopped:
+        console.print(f"Stopped after {len(found)} of {graphs} graphs.", highlight=False)
     console.print(f"{share:.0%} of the verdicts name what helps most (goal ≥ {GOAL:.0%}: {good})", highlight=False)
     if out is not None:
-        keep(out, "verdicts", {"share": share, "graphs": [vars(v) | {"right": v.right} for v in found]})
+        each = [vars(v) | {"right": v.right} for v in found]
+        kept = keep(out, "verdicts", {"share": share, "stopped": stopped, "graphs": each})
+        console.print(f"results: {kept}", highlight=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(128 + signal.SIGINT)
     if check and share < GOAL:
         raise typer.Exit(1)
 

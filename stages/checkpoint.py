@@ -31,6 +31,7 @@ class Export(Stage):
     flag are recorded (null: none are). folder: where to; a relative one lies in the run's folder.
     """
 
+    untimed = ("data", "folder")
     drafter: dict[str, Any]
     data: str | None = None
     folder: str = "export"

@@ -41,6 +41,7 @@ class TokenBatches(Source[TokenBatch]):
     max_tokens, if less) is always the longest of them (null: a row is padded to the longest of its micro-batch).
     """
 
+    untimed = ("epochs", "steps")
     path: str
     max_tokens: int
     max_length: int = 3072

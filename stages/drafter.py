@@ -58,6 +58,7 @@ class DrafterStep(ArchitectureKeys, Stage):
     always.
     """
 
+    untimed = ("gamma", "alpha", "partials")
     num_anchors: int = 512
     gamma: float | Literal["auto"] | None = "auto"
     loss: Loss = "dflash"

@@ -52,6 +52,7 @@ class AdamW(Stage):
     The published weights are a fresh copy in the drafter's compute dtype; masters and moments stay float32.
     """
 
+    untimed = ("lr", "betas", "eps", "weight_decay", "max_norm", "warmup")
     drafter: dict[str, Any]
     lr: float = 6.0e-4
     betas: tuple[float, float] = (0.9, 0.999)

@@ -43,6 +43,7 @@ class JsonlConversations(Source[Conversations]):
     rows. batch: rows in a message.
     """
 
+    untimed = ("limit",)
     path: str
     split: str | None = None
     limit: int | None = None

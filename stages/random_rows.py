@@ -26,6 +26,7 @@ class RandomTokens(Source[TokenBatch]):
     micro-batches in a step, the graph's own key. supervised: share of each row that is supervised, at its end.
     """
 
+    untimed = ("steps",)
     vocabulary: int
     rows: int
     length: int

@@ -81,6 +81,7 @@ class Numbers(_Timed, Source[Number]):
     """Count from 0. count: how many. seconds: time for each. scale: of the seconds. nbytes: what each claims
     to hold."""
 
+    untimed = ("count",)
     count: int
     seconds: float = 0.0
     scale: float = 1.0
@@ -112,6 +113,7 @@ class WaitStep(_Timed, Stage):
     every chain lies on one replica, in input order, and the window's result does not depend on r.
     """
 
+    untimed = ("partials",)
     seconds: float = 0.0
     scale: float = 1.0
     partials: int = 1

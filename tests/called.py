@@ -26,7 +26,7 @@ class Endless(Source[Number]):
 
 
 def called(*words: object) -> Result:
-    """What the command printed and how it ended; a failure that is no exit code is raised."""
+    """What the command printed, no line with blanks at its end, and how it ended; other failures are raised."""
     interval = sys.getswitchinterval()
     try:
         result: Any = CliRunner().invoke(app, list(map(str, words)))
@@ -34,6 +34,7 @@ def called(*words: object) -> Result:
         sys.setswitchinterval(interval)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    assert [line for line in result.stdout.splitlines() if line != line.rstrip()] == []
     return result
 
 

@@ -15,6 +15,8 @@ from typer.models import OptionInfo
 from benchmarks import ladder, rows, sync
 from benchmarks.__main__ import app, main
 from benchmarks.verdicts import Verdict, verdict_of
+from dflash_pipe import BadInput
+from dflash_pipe.runtime import Run
 from tests.called import TOY, called, refusal
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -35,9 +37,7 @@ def test_every_benchmark_and_every_option_of_the_comparison_is_in_the_documents(
     text = Path("docs/benchmarks.md").read_text()
     commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
     asked = {option for command, option in options(lambda kind: True) if command == "topologies"}
-    assert [name for name in sorted(commands | asked) if f"`{name}" not in text and f"`{name} " not in text] == (
-        ["topologies"]  # what the page begins with
-    )
+    assert [name for name in sorted(commands | asked) if f"`{name}" not in text] == []
 
 
 NUMBERS = list(options(lambda kind: kind in (int, float, int | None)))
@@ -177,6 +177,55 @@ def test_the_factor_that_costs_most_is_named() -> None:
         "16 times the size: 16.00 times the seconds",
     ]
     assert said[4] == "what costs most, all else being equal: memory asked for anew instead of kept"
+
+
+@pytest.mark.parametrize("most", [0.97, 1.04])
+def test_where_no_factor_costs_anything_none_is_named(most: float) -> None:
+    kinds = {"pageable, fresh": most, "pageable, kept": 1.0}
+    grid = [sync.Grid(n, count, kind, n * slow) for n in (16, 1) for count in (1, 9) for kind, slow in kinds.items()]
+    said = sync.concluded(grid)
+    assert said[-1] == "neither the number of tensors nor the kind of memory costs more than 5%"
+    assert not any("costs most" in line for line in said)
+
+
+def test_what_the_rows_lack_is_told_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = called("rows", "--rows", 100, "--tokens", 5, "--reads", 100)
+    assert "not run: Hugging Face datasets (not installed: pip install datasets)\n" in result.stdout
+
+
+def test_recording_is_switched_off_in_every_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    def run(plan: Any, folder: Path, *, record: bool) -> Run:
+        made.append(record)
+        return Run(plan, folder, record=record)
+
+    monkeypatch.setattr("benchmarks.recording.Run", run)
+    words = ["target.seconds=0.003", "--steps", 6, "--repeat", 3, "--out", tmp_path]
+    result = called("recording", TOY[1], *words)
+    assert result.exit_code == 0 and "overlapped, 6 steps, 3 pairs: " in result.stdout
+    assert made == [True, False, True, True, False, False, True]  # the first is a warm-up
+    kept = json.loads((tmp_path / "recording.json").read_text())
+    assert len(kept["seconds"]) == 3 and all(0.02 < side < 0.2 for pair in kept["seconds"] for side in pair)
+    assert kept["ratio"]["low"] <= kept["ratio"]["median"] <= kept["ratio"]["high"]
+
+
+def test_a_cost_of_recording_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.recording.step_seconds", lambda graph, record: 1.02 if record else 1.0)
+    result = called("recording", "--repeat", 2, "--check")
+    assert result.exit_code == 1 and "with / without: 1.0200 (1.0200 to 1.0200, goal ≤ 1.01: missed)" in result.stdout
+
+
+def test_recording_is_measured_on_one_graph_that_reports_its_steps(tmp_path, monkeypatch, capsys):
+    assert "one graph is measured, here are 3" in refusal(monkeypatch, capsys, "recording", *TOY)
+    silent = tmp_path / "silent.yaml"
+    silent.write_text(
+        'stages: {data: {use: "stages.toy:Numbers", with: {count: 9}}, target: {use: "stages.toy:Wait"}}\n'
+        "channels: {batches: {from: data, to: target}}\nworkers: {main: {stages: [data, target]}}\n"
+    )
+    with pytest.raises(BadInput, match="silent: no stage reports its steps"):
+        called("recording", silent, "--steps", 4)
 
 
 def test_sync_says_what_it_did_not_run(tmp_path: Path) -> None:

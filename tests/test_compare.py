@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 
 from benchmarks import findings
 from benchmarks.alone import alone
-from benchmarks.compare import Topology, Trial, clear, difference, loaded, on_devices_of, run, run_in_turns
+from benchmarks.compare import Topology, Trial, clear, difference, run, run_in_turns
+from benchmarks.graphs import loaded, on_devices_of
 from benchmarks.interval import Estimate, estimate
 from dflash_pipe import BadInput
 from dflash_pipe.forecast_table import duration, figure, unit_of
@@ -120,8 +122,8 @@ def test_graphs_of_other_dataflows_are_refused_before_anything_runs(text: str, t
         ([TOY[0], TOY[1], "target.replicas=2"], "a variant of one is a file that extends it"),
         ([TOY[0], "graphs/targets/tiny_qwen3.yaml"], "the graph's target is stages.toy:Wait (graphs/toy/dataflow.yaml"),
         (["graphs/regenerate.yaml", "graphs/targets/tiny_qwen3.yaml"], "the graph has no stage 'drafter'"),
-        ([TOY[0], "--report", "nowhere/page.html"], "--report: there is no folder"),
-        ([TOY[0], "--report", "."], "--report: . is a folder"),
+        ([TOY[0], "--report", "nowhere/page.html"], "--report: nowhere/page.html cannot be written"),
+        ([TOY[0], "--report", "."], "--report: . cannot be written"),
         ([TOY[0], "--out", "README.md"], "--out: nothing can be written into README.md"),
     ],
 )
@@ -154,7 +156,7 @@ def test_a_run_that_is_all_warm_up_measures_nothing() -> None:
         called("topologies", TOY[0], *FAST, "data.count=8", "--repeat", 1)
 
 
-@pytest.mark.parametrize("target", ["random_qwen3_8b", "random_qwen3_6_27b"])
+@pytest.mark.parametrize("target", ["random_tiny_qwen3", "random_qwen3_8b", "random_qwen3_6_27b"])
 def test_an_overlay_may_extend_an_overlay_and_bring_a_stage(target: str) -> None:
     graphs = loaded([*REAL, f"graphs/targets/{target}.yaml"], 7)
     assert [graph.name for graph in graphs] == ["sequential", "overlapped", "parallel_target"]
@@ -217,6 +219,11 @@ def test_toy_topologies_compute_the_same_and_are_as_forecast_from_one_profile(tm
     for name, found in kept["topologies"].items():
         assert found["step"]["median"] == pytest.approx(found["forecast_seconds"], rel=0.03), name
         assert found["weights"] and len(found["digests"]) == 8
+        stage, busy = re.findall(r"^bound by (\w+): busy (\d+%) as measured, \d+% of the forecast's", found["verdict"])[
+            0
+        ]
+        own = {"sequential": "main"}.get(name, stage)
+        assert busy == f"{max(seen[0] for each, seen in found['workers'].items() if each.partition('[')[0] == own):.0%}"
     gain = kept["topologies"]["parallel_target"]["times_as_fast"]
     assert gain["low"] <= gain["median"] <= gain["high"] and gain["median"] == pytest.approx(2.67, rel=0.05)
 
@@ -226,7 +233,7 @@ def test_staleness_is_caught_in_its_first_window(tmp_path: Path) -> None:
     stale = variant(tmp_path, "stale", "overlapped", "channels: {params: {initial: 2, capacity: 2}}")
     fresh, late = (run(*loaded([str(file), *FAST], None)) for file in (TOY[0], stale))
     said = difference(fresh, late)
-    assert said is not None and said.startswith("window 1: digest")
+    assert said is not None and said.startswith("step 2: digest")
 
 
 def test_completion_order_is_caught(tmp_path: Path) -> None:
@@ -242,7 +249,9 @@ def test_completion_order_is_caught(tmp_path: Path) -> None:
     hooked = "stages.target.use=tests.pipeline:HookedTarget"
     result = called("topologies", TOY[0], completion, hooked, *FAST, "--repeat", 1)
     assert result.exit_code == 1
-    assert "completion differs from sequential in run 1, first in window 0: digest" in result.output
+    assert result.output.count("completion differs from sequential in run 1, first in step 1: digest") == 1
+    assert "No topology can be called the fastest.\n" in result.output
+    assert "window" not in result.output
 
 
 def test_the_real_graphs_compute_the_same_on_a_tiny_target(tiny: list[str], tmp_path: Path) -> None:
@@ -317,7 +326,9 @@ def test_the_headline_calls_nothing_the_fastest_that_is_not() -> None:
     )
     assert headline([slow, ran(other, 2.0, 2.04, 1.96)]).startswith("sequential is the fastest: 2.00 times as fast as")
     alike = headline([slow, ran(other, 0.5, 0.52, 0.48), ran(third, 0.5, 0.5, 0.5)])
-    assert "cannot be told apart by 3 runs each; " in alike and "the fastest" not in alike
+    assert alike == (
+        "overlapped and parallel_target cannot be told apart by 3 runs each: overlapped is 0.96 to 1.04 times as fast."
+    )
     assert findings._headline([slow], ["b differs"]).startswith("No topology can be called the fastest")
 
 

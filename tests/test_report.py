@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from benchmarks import figures, report
-from benchmarks.compare import loaded, run_in_turns
+from benchmarks.compare import run_in_turns
+from benchmarks.graphs import loaded
 from benchmarks.interval import estimate
 from dflash_pipe.forecast import predict
 from dflash_pipe.trace import Depth, Span, Timeline, Wait

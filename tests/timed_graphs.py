@@ -217,9 +217,11 @@ def _workers(draw: random.Random, stages: list[str], window: int) -> dict[str, A
 class Sized(Source[Item]):
     """A source whose messages hold up to so many tokens, and rows."""
 
+    untimed = ("count",)
     max_tokens: int
     max_rows: int | None = None
     buckets: list[int] | None = None
+    weight: int = 1
     count: int = 400
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Item | None]]:
