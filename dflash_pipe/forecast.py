@@ -6,8 +6,9 @@ chooses: the exact maximum cycle ratio. Otherwise the plan is simulated, varying
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from dflash_pipe.graph import Graph
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import Profile
-from dflash_pipe.service import constant_times, drawn_times, sped_up, uncontended, varies
+from dflash_pipe.service import constant_times, drawn_times, replicas_busy, sped_up, uncontended, varies
 from dflash_pipe.simulate import Simulated, Times, simulate
-from dflash_pipe.sizes import resized, sizes, telling_keys
+from dflash_pipe.sizes import Sizes, resized, sizes, telling_keys
 from dflash_pipe.stats import WorkerShares
 from dflash_pipe.what_if import Change, asked, graph_of, usual
 
@@ -53,7 +54,7 @@ class Pace:
     """Seconds for a step: mean, median, and the interval that holds 90 % of the steps. exact: not simulated.
 
     cycle: what decides it. stages: share of the critical path, most first. workers: shares of their time. remarks: what
-    is extrapolated, or left out.
+    is extrapolated, or left out. off: share by which the step may be off because sizes differ from what was measured.
     """
 
     step: float
@@ -65,12 +66,14 @@ class Pace:
     stages: dict[str, float]
     workers: dict[str, WorkerShares]
     remarks: tuple[str, ...]
+    off: float = 0.0
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a change would bring. speedup: in messages' worth of work a second (above 1: faster). pace: None if the
-    change cannot be forecast; the refusal says why. remarks: of its pace, if the graph's own pace has them not."""
+    change was asked for and cannot be forecast; the refusal says why. remarks: of its pace, if the graph's own pace has
+    them not."""
 
     change: Change
     pace: Pace | None
@@ -102,8 +105,8 @@ class Forecast:
 def predict(graph: Graph, profile: Profile, what_ifs: Sequence[str] = (), options: Options | None = None) -> Forecast:
     """Forecast a checked graph from a profile. what_ifs: see `dflash_pipe.what_if.asked`.
 
-    Raises BadInput if the profile is not of this dataflow, a what-if cannot be read or changes only what the profile
-    does not know, or the graph would stall.
+    Raises BadInput if the profile is not of this dataflow or does not tell what a key does that differs, if the graph
+    would stall, or if there are what-ifs and none can be forecast (several: an ExceptionGroup of them).
     """
     return _Prediction(profile, options or Options()).of(graph, what_ifs)
 
@@ -116,26 +119,26 @@ class _Prediction:
         if not profile.steps.mean > 0:
             raise BadInput("the profile's steps took no time")
         self.profiled_plan = lay_out(self.profiled)
-        self.profile = uncontended(profile, self.profiled_plan)
+        self.measured, self.profile = profile, uncontended(profile, self.profiled_plan)
         self.varies = varies(profile)
 
     def of(self, graph: Graph, what_ifs: Sequence[str]) -> Forecast:
         _same_stages(graph, self.profile)
-        changes = [asked(graph, text) for text in what_ifs]
         pace = self._pace(graph, {})
-        for change in changes:
-            self._refuse_unknown(graph, change)
+        outcomes = tuple(self._asked(graph, pace, what_ifs))
         measured, own = self.profile.steps.mean, self._pace(self.profiled, {}).step
         refusal = ""
         if abs(own / measured - 1) > TRUSTED:
-            refusal = (
-                f"the forecast of the profiled run itself is {own:.4g} s a step, measured were {measured:.4g} s: "
-                f"more than {TRUSTED:.0%} off, so nothing is said about changes"
+            refusal, outcomes = (
+                (
+                    f"the forecast of the profiled run itself is {own:.4g} s a step, measured were {measured:.4g} s: "
+                    f"more than {TRUSTED:.0%} off, so nothing is said about changes"
+                ),
+                (),
             )
-        if self.options.changes:
-            names = {change.name for change in changes}
-            changes += [c for c in usual(graph, telling_keys(graph, self.profile)) if c.name not in names]
-        outcomes = () if refusal else tuple(self._outcome(graph, pace, change) for change in changes)
+        asked_for = len(outcomes)
+        if self.options.changes and not refusal:
+            outcomes += tuple(self._usual(graph, pace, {outcome.change.name for outcome in outcomes}))
         rows = self._rows(graph)
         per_second = rows * graph.window / pace.step if rows else None
         return Forecast(
@@ -148,46 +151,75 @@ class _Prediction:
             rows_per_second=per_second,
             eta=self.options.rows / per_second if per_second and self.options.rows else None,
             outcomes=outcomes,
-            asked=0 if refusal else len(what_ifs),
+            asked=asked_for,
             refusal=refusal,
-            verdict=_verdict(graph, pace, outcomes, refusal),
+            verdict="; ".join(filter(None, (self._bound(graph, pace), "" if refusal else _advice(outcomes)))),
         )
 
+    def _asked(self, graph: Graph, pace: Pace, what_ifs: Sequence[str]) -> Iterator[Outcome]:
+        errors = []
+        for text in what_ifs:
+            where = f"--what-if {text!r}"
+            try:
+                yield self._outcome(graph, pace, asked(graph, text))
+            except BadInput as error:
+                errors.append(error if error.where else BadInput(f"not forecast: {error.message}", where))
+                why = str(error).removeprefix(f"{where}: ")
+                yield Outcome(Change(text, text, graph), None, 1.0, why)
+        if errors and len(errors) == len(what_ifs):
+            raise errors[0] if len(errors) == 1 else ExceptionGroup("no what-if can be forecast", errors)
+
+    def _usual(self, graph: Graph, pace: Pace, names: set[str]) -> Iterator[Outcome]:
+        """The usual changes that can be forecast, without those of these names."""
+        for change in usual(graph, telling_keys(graph, self.profile)):
+            if change.name not in names:
+                with contextlib.suppress(BadInput):
+                    yield self._outcome(graph, pace, change)
+
     def _outcome(self, graph: Graph, pace: Pace, change: Change) -> Outcome:
-        try:
-            changed = self._pace(change.graph, change.times)
-        except BadInput as error:
-            return Outcome(change, None, 1.0, str(error))
+        changed = self._pace(change.graph, change.times)
         work = change.graph.window * self._growth(change.graph) / (graph.window * self._growth(graph))
         remarks = tuple(remark for remark in changed.remarks if remark not in pace.remarks)
         return Outcome(change, changed, work * pace.step / changed.step, remarks=remarks)
 
-    def _refuse_unknown(self, graph: Graph, change: Change) -> None:
-        """Raise BadInput if a change only sets keys of which the profile does not tell what they do."""
-        if any(
-            getattr(graph, key) != getattr(change.graph, key) for key in ("workers", "channels", "credits", "window")
-        ):
-            return
-        known = sizes(graph, change.graph, self.profile)
-        try:
-            if known.unknown and not known.limits and known.everywhere == 1.0:
-                keys = " and ".join(known.unknown)
-                raise BadInput(f"the profile does not tell what {keys} does to the time")
-            resized(self.profile, sizes(self.profiled, change.graph, self.profile))
-        except BadInput as error:
-            said = f"not forecast: {error.message}; to know it, profile a run of the changed graph"
-            raise BadInput(said, f"--what-if {change.name!r}") from None
+    def _bound(self, graph: Graph, pace: Pace) -> str:
+        """What binds. How busy it is: of the profiled graph as measured, of any other as forecast."""
+        stage, share = next(iter(pace.stages.items()))
+        worker = next(w for w in graph.workers.values() if stage in w.stages)
+        if self._is_profiled(graph):
+            work = sum(replicas_busy(self.measured, self.profiled_plan, each) for each in worker.stages)
+            busy = f"{min(1.0, work / worker.replicas):.0%} as measured"
+        else:
+            replicas = (
+                [worker.name] if worker.replicas == 1 else [f"{worker.name}[{r}]" for r in range(worker.replicas)]
+            )
+            busy = f"{max(pace.workers[name].busy for name in replicas):.0%}"
+        return f"bound by {stage}: busy {busy}, {share:.0%} of the critical path"
+
+    def _is_profiled(self, graph: Graph) -> bool:
+        same = ("window", "credits", "channels", "workers")
+        alike = all(getattr(graph, key) == getattr(self.profiled, key) for key in same)
+        return alike and sizes(self.profiled, graph, self.profile) == Sizes()
 
     # --- one graph
 
     def _pace(self, graph: Graph, faster: Mapping[str, float]) -> Pace:
-        change = sizes(self.profiled, graph, self.profile)
-        profile, remarks = resized(self.profile, change)
-        remarks += [f"not forecast: what {key} does" for key in change.unknown]
+        """faster: stage -> factor on its times."""
+        profile, remarks, off = resized(self.profile, sizes(self.profiled, graph, self.profile))
         for stage, factor in faster.items():
             profile = sped_up(profile, stage, factor)
         plan = lay_out(graph)
-        remarks += self._left_out(plan)
+        pace = self._timed(plan, profile)
+        for stage, share in off.items():
+            profile = sped_up(profile, stage, 1.0 + share)
+        # A step is convex in the times: it grows with longer ones by no less than it shrinks with shorter ones.
+        slower = self._timed(plan, profile).step / pace.step - 1.0 if off else 0.0
+        if slower > 1.0:
+            raise BadInput(f"the profile tells the step only within ± {slower:.0%}; measure nearer to it")
+        return replace(pace, remarks=(*remarks, *self._left_out(plan)), off=slower)
+
+    def _timed(self, plan: Plan, profile: Profile) -> Pace:
+        graph = plan.graph
         exclusive = self._exclusive(plan)
         stations = sum(len(worker.stations) for worker in plan.workers)
         windows = self.options.windows or max(60, min(400, _FIRINGS // (graph.window * stations)))
@@ -201,7 +233,7 @@ class _Prediction:
         except Stalled as error:
             raise BadInput(f"{graph.name} would stall: {error}") from None
         exact = not self.varies and not exclusive and is_marked(plan)
-        return _paced(plan, seen, tuple(remarks), times if exact else None)
+        return _paced(plan, seen, times if exact else None)
 
     def _left_out(self, plan: Plan) -> list[str]:
         """What the profile cannot know of other devices, and of workers that crowd each other, in words."""
@@ -256,7 +288,7 @@ def _same_stages(graph: Graph, profile: Profile) -> None:
             )
 
 
-def _paced(plan: Plan, seen: Simulated, remarks: tuple[str, ...], times: Times | None) -> Pace:
+def _paced(plan: Plan, seen: Simulated, times: Times | None) -> Pace:
     """The pace of a simulated plan; times: if they are constant and the plan is marked, for the exact step."""
     low, median, high = np.quantile(seen.steps(), (0.05, 0.5, 0.95)).tolist()
     step, path = seen.step_seconds, seen.path()
@@ -268,23 +300,14 @@ def _paced(plan: Plan, seen: Simulated, remarks: tuple[str, ...], times: Times |
     seconds = seconds_by_stage(path)
     total = sum(seconds.values()) or 1.0
     shares = {stage: spent / total for stage, spent in seconds.items()}
-    return Pace(step, median, low, high, times is not None, cycle, shares, seen.workers, remarks)
+    return Pace(step, median, low, high, times is not None, cycle, shares, seen.workers, ())
 
 
-def _verdict(graph: Graph, pace: Pace, outcomes: Sequence[Outcome], refusal: str) -> str:
-    """What binds, and the one change that would help most."""
-    stage, share = next(iter(pace.stages.items()))
-    worker = next(w for w in graph.workers.values() if stage in w.stages)
-    replicas = [worker.name] if worker.replicas == 1 else [f"{worker.name}[{r}]" for r in range(worker.replicas)]
-    busy = max(pace.workers[name].busy for name in replicas)
-    line = f"bound by {stage}: busy {busy:.0%}, {share:.0%} of the critical path"
-    if refusal:
-        return line
+def _advice(outcomes: Sequence[Outcome]) -> str:
+    """The one change that would help most."""
     kept = [outcome for outcome in outcomes if outcome.pace is not None and outcome.change.same_result]
     changes = [outcome for outcome in kept if not outcome.change.times] or kept
     best = max(changes, key=lambda outcome: outcome.speedup, default=None)
-    if best is not None and best.speedup < _WORTH and kept:
+    if best is not None and best.speedup < _WORTH:
         best = max(kept, key=lambda outcome: outcome.speedup)
-    if best is None:
-        return line
-    return f"{line}; {best.change.wording} would give {best.speedup:.2f}x"
+    return "" if best is None else f"{best.change.wording} would give {best.speedup:.2f}x"

@@ -50,7 +50,8 @@ def _head(forecast: Forecast) -> list[str]:
     pace = forecast.pace
     how = "exact" if pace.exact else "simulated"
     spread = "" if pace.high - pace.low < 0.01 * pace.step else f", 90 % of the steps {_range(pace)}"
-    lines = [f"{forecast.graph}: {duration(pace.step)} a step ({how}; median {duration(pace.median)}{spread})"]
+    step = f"{duration(pace.step)}{' ' * bool(_off(pace))}{_off(pace)} a step"
+    lines = [f"{forecast.graph}: {step} (mean, {how}; median {duration(pace.median)}{spread})"]
     rate = f"{forecast.messages_per_second:.4g} messages/s"
     if forecast.rows_per_second is not None:
         rate += f", {forecast.rows_per_second:.4g} rows/s"
@@ -62,6 +63,10 @@ def _head(forecast: Forecast) -> list[str]:
         f"the profiled run: measured {measured}, its own forecast {own} ({forecast.own / forecast.measured:.1%})"
     )
     return lines + [f"note: {remark}" for remark in (*forecast.doubts, *pace.remarks)]
+
+
+def _off(pace: Pace) -> str:
+    return f"± {pace.off:.0%}" if pace.off >= 0.005 else ""
 
 
 def _range(pace: Pace) -> str:
@@ -80,20 +85,20 @@ def _workers(pace: Pace) -> Table:
 def _changes(forecast: Forecast) -> Group:
     """What was asked first, in that order; then the usual changes, the best first. Below it, each note once."""
     table = Table(box=None, pad_edge=False)
-    for name in ("what if", "step", "speedup", "", "critical cycle"):
-        justify: Literal["left", "right"] = "right" if name in ("step", "speedup") else "left"
+    for name in ("what if", "step", "±", "speedup", "", "critical cycle"):
+        justify: Literal["left", "right"] = "right" if name in ("step", "±", "speedup") else "left"
         table.add_column(name, justify=justify, no_wrap=name not in ("", "critical cycle"))
     asked = forecast.outcomes[: forecast.asked]
     usual = sorted(forecast.outcomes[forecast.asked :], key=lambda outcome: -outcome.speedup)
     notes: dict[str, int] = {}
     for outcome in (*asked, *usual):
-        pace, remarks = outcome.pace, outcome.remarks or ((outcome.refusal,) if outcome.refusal else ())
-        numbers = "".join(f"[{notes.setdefault(remark, len(notes) + 1)}]" for remark in remarks)
-        words = "not forecast" if pace is None else "" if outcome.change.same_result else "another result"
-        said = Text(" ".join(filter(None, (words, numbers))))
+        pace, row = outcome.pace, Text(outcome.change.name)
         if pace is None:
-            table.add_row(outcome.change.name, "-", "-", said, "")
+            table.add_row(row, "-", "", "-", "", Text(f"not forecast: {outcome.refusal}"))
             continue
+        numbers = "".join(f"[{notes.setdefault(remark, len(notes) + 1)}]" for remark in outcome.remarks)
+        said = Text(" ".join(filter(None, ("" if outcome.change.same_result else "another result", numbers))))
         cycle = "the same" if str(pace.cycle) == str(forecast.pace.cycle) else str(pace.cycle)
-        table.add_row(outcome.change.name, duration(pace.step), f"{outcome.speedup:.2f}x", said, Text(cycle))
+        speedup, off = f"{outcome.speedup:.2f}x", _off(pace).removeprefix("± ")
+        table.add_row(row, duration(pace.step), off, speedup, said, Text(cycle))
     return Group(table, *(Text(f"[{number}] {note}") for note, number in notes.items()))

@@ -19,10 +19,21 @@ from dflash_pipe.profile import Part, Profile, Samples
 from dflash_pipe.simulate import Times
 from dflash_pipe.sizes import SENT
 
-__all__ = ["constant_times", "drawn_times", "sped_up", "uncontended", "varies"]
+__all__ = ["constant_times", "drawn_times", "replicas_busy", "sped_up", "uncontended", "varies"]
 
 # A part whose times spread less than this share of their mean is constant for the forecast.
 _STEADY = 0.01
+
+
+def replicas_busy(profile: Profile, plan: Plan, stage: str) -> float:
+    """How many replicas of a stage were busy at a time, on average. plan: that was profiled."""
+    worker = next(worker for worker in plan.workers if stage in worker.spec.stages)
+    rate = next(station.rate for station in worker.stations if station.stage == stage)
+    seconds = 0.0  # for a step
+    for part, samples in profile.stages[stage].items():
+        firings = worker.spec.replicas if part == "end_window" else 1 if rate == "window" else profile.window
+        seconds += samples.mean * firings
+    return seconds / profile.steps.mean
 
 
 def uncontended(profile: Profile, plan: Plan) -> Profile:
@@ -35,13 +46,8 @@ def uncontended(profile: Profile, plan: Plan) -> Profile:
     if not shared:
         return profile
     room = next(iter(shared.values())).room
-    rates = {station.stage: station.rate for worker in plan.workers for station in worker.stations}
     stages = {stage for stage, _ in shared if stage in profile.stages}
-    busy = 0.0  # how many of them, on average
-    for stage in stages:
-        for part, samples in profile.stages[stage].items():
-            once = part == "end_window" or rates[stage] == "window"
-            busy += samples.mean * (1 if once else profile.window) / profile.steps.mean
+    busy = sum(replicas_busy(profile, plan, stage) for stage in stages)
     for stage in stages if busy > room else ():
         profile = sped_up(profile, stage, room / busy)
     return profile

@@ -6,6 +6,7 @@ stays on the CPU; whoever works once a window (the optimizer) shares the first G
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -32,6 +33,8 @@ from dflash_pipe.what_if import TAKES, check_laws, is_lawful
 __all__ = ["Split", "ranked", "splits_table", "written"]
 
 _GIB = 2**30
+_MOST = 1024  # GPUs, and ways to split them
+_AS_FAST = 1.005
 
 
 @dataclass(frozen=True)
@@ -46,33 +49,60 @@ class Split:
     refusal: str = ""
     doubt: str = ""
 
+    @property
+    def step(self) -> float:
+        """Seconds, as forecast; infinite if it cannot be."""
+        return self.forecast.pace.step if self.forecast else math.inf
+
     def __str__(self) -> str:
         return ", ".join(f"{worker} x{count}" for worker, count in self.replicas.items())
 
 
 def ranked(graph: Graph, profile: Profile, gpus: int, options: Options) -> list[Split]:
-    """All splits of `gpus` GPUs, the fastest first, those that cannot be at the end.
+    """All splits of `gpus` GPUs, the fastest first, those that cannot be at the end. Before them, if fewer GPUs are as
+    fast as the fastest, a split of the fewest.
 
     Raises BadInput if the graph has no workers to split them among, or the profile does not fit.
     """
-    if gpus < 1:
-        raise BadInput(f"--gpus is {gpus}, expected at least 1", "command line")
-    options = replace(options, changes=False)
-    splits = []
-    for counts in _counts(_on_gpus(graph), gpus):
-        laid_out = graph
-        try:
-            laid_out = _placed(graph, counts, gpus)
-            memory, doubt = _memory(laid_out, profile)
-            forecast = predict(laid_out, profile, options=options)
-        except (BadInput, ValueError) as error:
-            splits.append(Split(counts, laid_out, None, None, getattr(error, "message", str(error))))
-        else:
-            if forecast.refusal:
-                raise BadInput(forecast.refusal)
-            most = max((need.total for need in memory), default=None)
-            splits.append(Split(counts, laid_out, most, forecast, doubt=doubt))
-    return sorted(splits, key=lambda s: s.forecast.pace.step if s.forecast else float("inf"))
+    if not 1 <= gpus <= _MOST:
+        raise BadInput(f"--gpus is {gpus}, expected 1 to {_MOST}", "command line")
+    options, workers = replace(options, changes=False), _on_gpus(graph)
+    if (ways := math.comb(gpus - 1, len(workers) - 1)) > _MOST:
+        said = f"{ways:,} ways to split them among {', '.join(workers)}, expected at most {_MOST}: fewer GPUs"
+        raise BadInput(f"--gpus is {gpus}: {said}", "command line")
+    if refusal := predict(graph, profile, options=options).refusal:
+        raise BadInput(refusal)
+    splits = [_forecast(graph, counts, gpus, profile, options) for counts in _counts(workers, gpus)]
+    splits.sort(key=lambda split: split.step)
+    least = _least(splits[0], graph, profile, options)
+    return splits if least is splits[0] else [least, *splits]
+
+
+def _forecast(graph: Graph, counts: dict[str, int], gpus: int, profile: Profile, options: Options) -> Split:
+    laid_out = graph
+    try:
+        laid_out = _placed(graph, counts, gpus)
+        memory, doubt = _memory(laid_out, profile)
+        forecast = predict(laid_out, profile, options=options)
+    except (BadInput, ValueError) as error:
+        return Split(counts, laid_out, None, None, getattr(error, "message", str(error)))
+    most = max((need.total for need in memory), default=None)
+    return Split(counts, laid_out, most, forecast, doubt=doubt)
+
+
+def _least(best: Split, graph: Graph, profile: Profile, options: Options) -> Split:
+    """The split with the fewest replicas of each worker that is as fast: no fewer than those that were busy."""
+    least = best
+    shares = best.forecast.pace.workers if best.forecast else {}
+    for worker, count in best.replicas.items():
+        busy = sum(each.busy for name, each in shares.items() if name.partition("[")[0] == worker)
+        for fewer in range(max(1, math.floor(busy)), count):
+            counts = {**least.replicas, worker: fewer}
+            split = _forecast(graph, counts, sum(counts.values()), profile, options)
+            if split.step <= _AS_FAST * best.step:
+                least = split
+                break
+    return least
 
 
 def written(split: Split, files: Sequence[str], beside: Path) -> str:
@@ -241,6 +271,9 @@ def splits_table(splits: Sequence[Split]) -> RenderableType:
         pace = split.forecast.pace
         table.add_row(str(split), duration(pace.step), rate_shown, memory, str(pace.cycle))
     parts: list[RenderableType] = [table]
+    fewest, given = (sum(split.replicas.values()) for split in (splits[0], splits[-1]))
+    if fewest < given:
+        parts.append(Text(f"{fewest} GPUs are as fast as {given}"))
     doubts = dict[str, None]()
     for split in splits:
         if split.forecast:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from dflash_pipe.message import Stamp
 
@@ -74,7 +74,13 @@ class Footprint:
 
 @dataclass_transform(kw_only_default=True)
 class Stage:
-    """One kind of work. Subclasses are keyword-only dataclasses: their fields are the graph's `with:` keys."""
+    """One kind of work. Subclasses are keyword-only dataclasses: their fields are the graph's `with:` keys.
+
+    untimed: keys on which no time depends, such as how many messages there are. A forecast refuses a graph in which any
+    other key differs from the profiled run, unless it knows what the key does.
+    """
+
+    untimed: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:  # what a stage may have; which of them it has is asked with hasattr
 

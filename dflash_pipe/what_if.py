@@ -59,6 +59,9 @@ def asked(graph: Graph, text: str) -> Change:
         raise BadInput(f"{str(error).lower()} (expected key=value or a file)", f"--what-if {text!r}") from None
     if not words:
         raise BadInput("--what-if is empty (expected key=value or a file)", "command line")
+    if comma := next((word for word in words if word.endswith(",")), ""):
+        hint = f"{comma!r} ends in a comma: changes are separated by spaces (and a list that has any is quoted)"
+        raise BadInput(hint, f"--what-if {text!r}")
     files = [word for word in words if "=" not in word or Path(word).exists()]
     parallel = [word for word in words if word not in files and word.startswith(_DATA_PARALLEL)]
     overrides = [word for word in words if word not in files and word not in parallel]
@@ -104,9 +107,9 @@ def _data_parallel(graph: Graph, written: str) -> Graph:
     """The graph with so many of every worker that sums gradients: one that works on every message and sends once a
     window. Each takes its turn at the messages, on devices of its own."""
     if not (written.isdecimal() and int(written)):
-        raise BadInput(f"{_DATA_PARALLEL}{written}: expected a number of at least 1")
+        raise BadInput(f"data_parallel is {written!r}, expected a number of at least 1")
     if not _summing(graph):
-        raise BadInput(f"{_DATA_PARALLEL}{written}: no worker of this graph sums gradients over a window")
+        raise BadInput("no worker of this graph sums gradients over a window")
     replicas, workers = int(written), dict(graph.workers)
     for worker in _summing(graph):
         devices = {stage: _more(names[:replicas], replicas) for stage, names in worker.device.items()}

@@ -17,7 +17,7 @@ from dflash_pipe.graph import dump, load
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import Host, Recorder
 from dflash_pipe.runtime import Run
-from dflash_pipe.service import sped_up
+from dflash_pipe.service import replicas_busy, sped_up
 
 RUNGS = {"v1": 8.88, "v2": 3.0, "v3": 3.0, "v3_without_barrier": 2.2, "v4": 1.9, "v4_fitted": 2.15, "v5": 1.1}
 BARRIER = "grads → optim → credit (windows) → loader"
@@ -142,6 +142,31 @@ def test_the_verdict_names_what_binds_and_what_would_help_most():
     assert verdict.endswith("give 1.69x")  # 44 ms -> 26 ms, the drafter and the optimizer
 
 
+def test_how_busy_what_binds_is_is_measured_where_that_is_known_and_else_forecast():
+    """Targets that were busy for 44 of 47 ms: their own forecast has them busy all the time."""
+    graph, other = toy("overlapped"), graph_of("graphs/toy/overlapped.yaml", features__capacity=3)
+    profile = profile_of(graph, 0.047)
+    for same in (graph, graph_of("graphs/toy/overlapped.yaml", name="x", data__count=400)):
+        verdict = predict(same, profile).verdict
+        assert verdict.startswith("bound by target: busy 94% as measured, 100% of the critical path; a second target")
+    assert predict(other, profile).verdict.startswith("bound by target: busy 100%, 100% of the critical path; ")
+    two = graph_of("graphs/toy/data_parallel.yaml", drafter__seconds=0.02)
+    assert "bound by drafter: busy 89% as measured" in predict(two, profile_of(two, 0.045)).verdict
+
+
+def test_what_each_replica_does_at_the_end_of_a_window_counts_as_busy():
+    graph = toy("data_parallel")
+    recorder = Recorder(graph.window, warm_up=0)
+    for index in range(80):
+        recorder.record("drafter", "process", index, 0.01)
+        if index % 4 == 3:
+            for _ in range(2):
+                recorder.record("drafter", "end_window", index, 0.015)
+            recorder.window_done(index // 4, 0.05 * index)
+    profile = recorder.profile(dump(graph), "")
+    assert replicas_busy(profile, lay_out(graph), "drafter") == pytest.approx((4 * 0.01 + 2 * 0.015) / 0.2)
+
+
 def test_of_a_change_only_what_keeps_the_result_is_recommended():
     graph = graph_of("graphs/toy/parallel_target.yaml", optimizer__seconds=0.05)
     forecast = predict(graph, profile_of(graph, 0.074))
@@ -256,13 +281,13 @@ def test_the_table_says_all_of_it():
     what_ifs = ["graphs/ladder/v4.yaml data.scale=1"]
     text = shown(predict(ladder("v2"), profile_of(ladder("v2"), 3.0), what_ifs, Options(rows=10)))
     for line in (
-        "v2: 3 s a step (simulated; median 3 s)",
+        "v2: 3 s a step (mean, simulated; median 3 s)",
         "critical cycle: loader → batches → target[0] → turn targets",
         "the profiled run: measured 3 s, its own forecast 3 s (100.0%)",
         "no turn targets",
         "1.58x",
         "another result",
-        "bound by target: busy 37%",
+        "bound by target: busy 37% as measured",
     ):
         assert line in text
     refused = shown(predict(toy("overlapped"), profile_of(toy(), 2 * SEQUENTIAL)))

@@ -13,8 +13,9 @@ from dflash_pipe.graph import load
 from dflash_pipe.profile import Host, save
 from dflash_pipe.profile import load as load_profile
 from dflash_pipe.what_if import asked as asked_of
+from stages.toy import Wait
 from tests.test_cli import called
-from tests.test_forecast import SEQUENTIAL, ladder, profile_of
+from tests.test_forecast import SEQUENTIAL, graph_of, ladder, profile_of
 from tests.test_forecast import toy as toy_graph
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +96,7 @@ def test_data_parallel_is_one_word_and_a_row_of_its_own(profile, capsys):
     graph = ROOT / "graphs/toy/data_parallel.yaml"
     what_ifs = ["data_parallel=1 target.replicas=3", "data_parallel=2", "data_parallel=4 drafter.partials=4"]
     words = [word for what_if in what_ifs for word in ("--what-if", what_if)]
-    lines = said_by(capsys, graph, "drafter.seconds=0.02", "--profile", profile, *words).splitlines()
+    lines = said_by(capsys, graph, "--profile", profile, *words).splitlines()
     rows = {name: line for name in [*what_ifs, "data_parallel=1 "] for line in lines if line.startswith(name)}
     assert len(rows) == 4 and "1.00x" in rows["data_parallel=2"]
     assert seconds(rows["data_parallel=1 "]) == pytest.approx(4 * 0.006 + 0.002, abs=1e-4)
@@ -105,9 +106,17 @@ def test_data_parallel_is_one_word_and_a_row_of_its_own(profile, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("data_parallel=0", "data_parallel=0: expected a number of at least 1"),
-        ("data_parallel=-1", "data_parallel=-1: expected a number of at least 1"),
-        ("data_parallel=nan", "data_parallel=nan: expected a number of at least 1"),
+        ("data_parallel=0", "data_parallel is '0', expected a number of at least 1"),
+        ("data_parallel=-1", "data_parallel is '-1', expected a number of at least 1"),
+        ("data_parallel=nan", "data_parallel is 'nan', expected a number of at least 1"),
+        (
+            "target.replicas=3, drafter.replicas=2",
+            "'target.replicas=3,' ends in a comma: changes are separated by spaces",
+        ),
+        (
+            "stages.target.use=tests.test_predict:Other target.size=3",
+            "'target': stages.toy:Wait, not tests.test_predict:Other",
+        ),
         ("data_parallel=3", "window: 4 cannot be dealt evenly to 3 replicas of drafter"),
         ("data_parallel=4", "partials: 2 is not a multiple of the 4 replicas"),
         ("target.seconds=.nan", "stages.target: seconds is nan, expected 0 to 86400"),
@@ -121,6 +130,7 @@ def test_a_what_if_that_cannot_be_is_told_in_one_line(text, said, profile, capsy
     assert called("predict", OVERLAPPED, "--profile", profile, "--what-if", text) == 2
     error = capsys.readouterr().err
     assert error.startswith("--what-if ") and said in error and error.count("\n") == 1
+    assert error.count(text) == 1 and "MISSING" not in error
 
 
 def test_where_no_stage_sums_gradients_nothing_is_data_parallel(tmp_path):
@@ -131,25 +141,65 @@ def test_where_no_stage_sums_gradients_nothing_is_data_parallel(tmp_path):
 
 def test_what_is_piped_is_as_wide_as_it_has_to_be_and_says_each_note_once(profile, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    more = [
-        "target.seconds=0.02 target.replicas=2",
-        "target.seconds=0.02 target.replicas=3",
-        "data.count=5 credits=null",
-    ]
+    more = ["target.replicas=2", "target.replicas=3 data.count=5"]
     words = [word for what_if in [*more, "features.capacity=9"] for word in ("--what-if", what_if)]
-    graph = (OVERLAPPED, "credits.windows=1", "optimizer.seconds=0.003")
+    measured = profile_of(graph_of("graphs/toy/sequential.yaml", threads=1), SEQUENTIAL)
+    save(replace(measured, host=Host(4, tuple(measured.stages))), profile)
+    graph = (OVERLAPPED, "credits.windows=1", "threads=1")
     said = said_by(capsys, *graph, "--profile", profile, *words)
     lines = said.splitlines()
     assert not any(line != line.rstrip() for line in lines)
     rows = [next(line for line in lines if line.startswith(f"{what_if} ")) for what_if in more]
-    assert [re.findall(r" (\[\d\])", row) for row in rows] == [["[1]"], ["[1]"], ["[2]"]]
-    assert [line for line in lines if line.startswith("[")] == [
-        "[1] not forecast: what target.seconds (0.011 -> 0.02) does",
-        "[2] not forecast: what data.count (32 -> 5) does",
-    ]
+    assert [re.findall(r" (\[\d\])", row) for row in rows] == [["[1]"], ["[1]"]]
+    (note,) = (line for line in lines if line.startswith("["))
+    assert note.startswith("[1] more workers than 4 CPU cores have room for (threads: 1): they take turns")
     cycle = "loader → batches → target → features → drafter → grads → optim → credit (windows) → loader"
     assert f"critical cycle: {cycle}" in lines
-    assert said.count("not forecast: what optimizer.seconds (0.002 -> 0.003) does") == 1
+
+
+def test_of_several_what_ifs_those_that_can_be_forecast_are_and_the_others_say_why(profile, capsys):
+    refused = {
+        "target.seconds=0.0011": "the profile does not tell what target.seconds (0.011 -> 0.0011) does to the time",
+        "data_parallel=0": "data_parallel is '0', expected a number of at least 1",
+        str(
+            LADDER / "v2.yaml"
+        ): "the profile does not tell what data.scale (1.0 -> 0.05), drafter.seconds (0.006 -> 0.6)",
+    }
+    words = [word for what_if in refused for word in ("--what-if", what_if)]
+    lines = said_by(capsys, OVERLAPPED, "--profile", profile, *words, "--what-if", "target.replicas=3").splitlines()
+    for what_if, why in refused.items():
+        (row,) = (line for line in lines if line.startswith(f"{what_if} "))
+        assert f" not forecast: {why}" in row and "x" not in row.removeprefix(what_if).partition("not forecast")[0]
+    assert any(line.startswith("target.replicas=3 ") and "1.69x" in line for line in lines)
+    assert called("predict", OVERLAPPED, "--profile", profile, *words) == 2
+    said = capsys.readouterr()
+    assert not said.out and [line.partition(": ")[0] for line in said.err.splitlines()] == [
+        f"--what-if {what_if!r}" for what_if in refused
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("target.seconds=0.0011",), "what target.seconds (0.011 -> 0.0011) does to the time; profile a run with it"),
+        (("threads=2", "drafter.scale=2"), "what threads (None -> 2), drafter.scale (1.0 -> 2.0) do to the time"),
+        (
+            ("stages.target.use=tests.test_predict:Other", "target.size=3"),
+            "'target': stages.toy:Wait, not tests.test_predict:Other",
+        ),
+    ],
+)
+def test_a_profile_of_other_stages_or_other_keys_of_them_is_refused_in_one_line(arguments, said, profile, capsys):
+    for options in ((), ("--gpus", 2)):
+        assert called("predict", OVERLAPPED, *arguments, "--profile", profile, *options) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1 and "MISSING" not in error
+
+
+class Other(Wait):
+    """Another target, with a key that must be given."""
+
+    size: int
 
 
 @pytest.mark.parametrize(
@@ -161,7 +211,11 @@ def test_what_is_piped_is_as_wide_as_it_has_to_be_and_says_each_note_once(profil
         ((OVERLAPPED, "--profile", "PROFILE", "--what-if", "targt.replicas=2"), "--what-if 'targt.replicas=2'"),
         ((OVERLAPPED, "--profile", "PROFILE", "--write", "x.yaml"), "command line: --write needs --gpus"),
         ((OVERLAPPED, "--profile", "PROFILE", "--rows", "-1"), "command line: --rows is -1, expected at least 1"),
-        ((OVERLAPPED, "--profile", "PROFILE", "--gpus", "0"), "command line: --gpus is 0, expected at least 1"),
+        ((OVERLAPPED, "--profile", "PROFILE", "--gpus", "0"), "command line: --gpus is 0, expected 1 to 1024"),
+        (
+            (OVERLAPPED, "--profile", "PROFILE", "--gpus", "1000000"),
+            "command line: --gpus is 1000000, expected 1 to 1024",
+        ),
         ((OVERLAPPED, "--profile", "PROFILE", "--gpus", "2", "--what-if", "a=1"), "command line: --gpus and --what-if"),
         ((OVERLAPPED, "--profile", "PROFILE", "--rows", "10"), "PROFILE: --rows: the profile measures no rows"),
         ((ROOT / "graphs/toy/sequential.yaml", "--profile", "PROFILE", "--gpus", "2"), "command line: no worker to"),
@@ -181,7 +235,7 @@ def test_the_best_split_is_written_as_a_few_lines_that_any_machine_can_plan(prof
     file.parent.mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "over.yaml").write_text("extends: graphs/toy/overlapped.yaml\n")
-    given = ("over.yaml", "target.scale=2", "features.capacity=3")
+    given = ("over.yaml", "data.count=40", "features.capacity=3")
     said = said_by(capsys, *given, "--profile", profile, "--gpus", 3, "--write", "new/best.yaml")
     first = said.splitlines()[1]
     assert first.startswith("target x2, drafter x1") and "messages/s" in first
@@ -193,8 +247,8 @@ def test_the_best_split_is_written_as_a_few_lines_that_any_machine_can_plan(prof
         "# GPUs shared out as the forecast found best: target x2, drafter x1.",
         "extends: ../over.yaml",
         "stages:",
-        "  target:",
-        "    with: {scale: 2}",
+        "  data:",
+        "    with: {count: 40}",
         "channels:",
         "  features: {capacity: 3}",
         "workers:",

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from dflash_pipe.check import check
 from dflash_pipe.errors import BadInput
 from dflash_pipe.forecast import Options
 from dflash_pipe.graph import dump, load
 from dflash_pipe.profile import DeviceMemory, Recorder
-from dflash_pipe.splits import ranked, written
+from dflash_pipe.splits import ranked, splits_table, written
 from tests.test_forecast import SEQUENTIAL, profile_of
 from tests.test_forecast import toy as toy_graph
 from tests.test_memory import GIB, GRAPH, OVERLAPPED
 
 ROOT = Path(__file__).parent.parent
+
+
+THREE = """
+window: 1
+stages:
+  a: {use: "tests.timed_graphs:Items", with: {count: 9, seconds: [0.0]}}
+  b: {use: "tests.timed_graphs:Through", with: {seconds: [1.0]}}
+  c: {use: "tests.timed_graphs:Through", with: {seconds: [1.0]}}
+  d: {use: "tests.timed_graphs:Sink", with: {seconds: [1.0]}}
+channels: {ab: {from: a, to: b}, bc: {from: b, to: c}, cd: {from: c, to: d}}
+workers: {a: {stages: [a]}, b: {stages: [b]}, c: {stages: [c]}, d: {stages: [d]}}
+"""
 
 
 def split_by(profile, gpus, **options):
@@ -35,6 +49,25 @@ def test_every_split_is_ranked_and_what_the_laws_refuse_comes_last():
     ]
     assert [s.forecast.pace.step for s in splits[:2]] == pytest.approx([0.022, 0.026], rel=1e-3)
     assert splits[2].forecast is None and "partials: 2 is not a multiple of the 3 replicas" in splits[2].refusal
+
+
+def test_gpus_that_bring_nothing_are_not_given_out():
+    """Two drafters need four targets to be busy all the time: 6 * 4 / 2 + 2 = 14 ms."""
+    first, second, *_ = split_by(profile_of(toy_graph(), SEQUENTIAL), 64)
+    assert (str(first), str(second)) == ("target x4, drafter x2", "target x62, drafter x2")
+    assert first.step == pytest.approx(0.014, rel=1e-2) and first.step == pytest.approx(second.step, rel=5e-3)
+    assert first.graph.workers["drafter"].device["drafter"] == ("cuda:4", "cuda:5")
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(splits_table([first, second]))
+    assert "6 GPUs are as fast as 64" in console.export_text()
+
+
+def test_more_ways_to_split_than_can_be_looked_at_are_refused(tmp_path):
+    file = tmp_path / "three.yaml"
+    file.write_text(THREE)
+    graph = load([file])
+    with pytest.raises(BadInput, match="--gpus is 64: 1,953 ways to split them among b, c, d, expected at most 1024"):
+        ranked(graph, profile_of(toy_graph(), SEQUENTIAL), 64, Options())
 
 
 def test_who_sits_where():
@@ -101,9 +134,9 @@ def test_memory_is_what_the_stages_say_wherever_the_gpus_are(footed):
 def test_where_a_stage_cannot_say_what_it_needs_the_measured_memory_counts_and_that_is_told(footed):
     graph, profile = footed
     held = {"cuda:0": DeviceMemory(12 * GIB, 13 * GIB, tuple(graph.stages))}
-    stages = {**graph.stages, "data": replace(graph.stages["data"], parameters={"rows": -1})}
-    unreadable = replace(graph, stages=stages)
-    split = ranked(unreadable, replace(profile, memory=held), 2, Options())[0]
+    devices = ["target.device=cpu", "drafter.device=cpu", "optim.device=cpu"]
+    unreadable = load(graph.files, [*devices, "data.rows=-1"])
+    split = ranked(unreadable, replace(profile, graph=dump(unreadable), memory=held), 2, Options())[0]
     assert split.memory == 12 * GIB and split.doubt == "memory is as the profile measured it: no data there"
 
 
