@@ -54,11 +54,21 @@ class Display:
         if self._live:
             self._live.stop()
         if self._failure is None:
-            self._console.print(closing_table(self._view()))
+            self._print_table()
         elif error is None:
             raise self._failure
         else:
             error.add_note(f"the live view had failed before: {self._failure!r}")
+
+    def _print_table(self) -> None:
+        table = closing_table(self._view())
+        if self._console.is_terminal:
+            self._console.print(table)
+            return
+        with self._console.capture() as drawn:
+            self._console.print(table)
+        for line in drawn.get().splitlines():
+            self._console.out(line.rstrip(), highlight=False)
 
     def _refresh(self) -> None:
         try:

@@ -172,3 +172,12 @@ def test_the_table_is_printed_when_the_run_fails():
     with pytest.raises(KeyError), Display(Run(), screen):
         raise KeyError("the run")
     assert "messages" in screen.file.getvalue()
+
+
+def test_what_is_kept_in_a_file_has_no_blanks_at_the_ends_of_lines():
+    file = io.StringIO()
+    with Display(lambda: VIEW, Console(file=file, width=100)):
+        pass
+    lines = file.getvalue().splitlines()
+    assert any("target" in line and "75" in line for line in lines)
+    assert lines == [line.rstrip() for line in lines]
