@@ -37,8 +37,8 @@ from dflash_pipe.run_folder import RunFolder, fresh
 from dflash_pipe.runtime import Result, Run
 from dflash_pipe.snapshot import has_snapshot, newest
 from dflash_pipe.snapshot import read as read_snapshot
-from dflash_pipe.splits import ranked, splits_table, written
-from dflash_pipe.trace import write_chrome
+from dflash_pipe.splits import SPLIT_BEGINS, ranked, splits_table, written
+from dflash_pipe.trace import TRACE_BEGINS, write_chrome
 
 __all__ = ["app", "execute", "failures_to_exit_codes", "main", "opened", "writable"]
 
@@ -67,7 +67,7 @@ def run(
         newest(resume)  # there is one
     arguments = graphs or []
     graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not _files(arguments) else arguments)
-    writable("--trace", trace, graph.files)
+    writable("--trace", trace, graph.files, TRACE_BEGINS)
     chosen = graph.name not in {Path(file).stem for file in graph.files}
     folder = resume or fresh(runs, graph.name, chosen=chosen)
     console = Console(force_terminal=False) if plain else Console()
@@ -121,7 +121,7 @@ def predict(
     if rows is not None and rows < 1:
         raise BadInput(f"--rows is {rows}, expected at least 1", "command line")
     graph, measured, options = opened(graphs or []), load_profile(profile), Options(rows=rows)
-    writable("--write", write, [*graph.files, str(profile)])
+    writable("--write", write, [*graph.files, str(profile)], SPLIT_BEGINS)
     if rows is not None and not any("rows" in s.measures for parts in measured.stages.values() for s in parts.values()):
         raise BadInput("--rows: the profile measures no rows, so there is no ETA", str(profile))
     if gpus is None:
@@ -166,19 +166,27 @@ def opened(arguments: list[str]) -> Graph:
     return graph
 
 
-def writable(option: str, file: Path | None, inputs: Sequence[str] = ()) -> None:
-    """Raise BadInput, before anything runs, where an option's file is one of the inputs or could not be written."""
+def writable(option: str, file: Path | None, inputs: Sequence[str] = (), begins: str = "") -> None:
+    """Raise BadInput, before anything runs, where an option's file is one of the inputs, is there and is none that this
+    option wrote (those begin with `begins`), or could not be written."""
     if file is None:
         return
-    if file.resolve() in [Path(each).resolve() for each in inputs]:
-        raise BadInput(f"{option}: {file} is read by this command, expected another file to write to", "command line")
     there = file.exists()
+    if there and any(os.path.exists(each) and file.samefile(each) for each in inputs):
+        raise BadInput(f"{option}: {file} is read by this command, expected another file to write to", "command line")
+    if there and begins and file.is_file() and not _begins(file, begins):
+        raise BadInput(f"{option}: {file} is there, and this option did not write it: remove it first", "command line")
     try:
         file.open("ab").close()
     except OSError as error:
         raise BadInput(f"{option}: {file} cannot be written ({error.strerror})", "command line") from None
     if not there:
         file.unlink()
+
+
+def _begins(file: Path, text: str) -> bool:
+    with file.open("rb") as opened_file:
+        return opened_file.read(len(text)) in (b"", text.encode())
 
 
 def _files(arguments: list[str]) -> list[str]:

@@ -61,7 +61,7 @@ class Cancelled(BaseException):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'layers'?)` for the closest known name, or the list of known names, or nothing."""
-    names = sorted(known)
+    names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f" (did you mean {close[0]!r}?)"

@@ -30,7 +30,10 @@ from dflash_pipe.profile import Profile
 from dflash_pipe.transport import Transport
 from dflash_pipe.what_if import TAKES, check_laws, is_lawful
 
-__all__ = ["Split", "ranked", "splits_table", "written"]
+__all__ = ["SPLIT_BEGINS", "Split", "ranked", "splits_table", "written"]
+
+SPLIT_BEGINS = "# GPUs shared out as the forecast found best"
+_IMPOSSIBLE = 5  # splits of which it is told why they are not possible
 
 _GIB = 2**30
 _MOST = 1024  # GPUs, and ways to split them
@@ -120,7 +123,7 @@ def written(split: Split, files: Sequence[str], beside: Path) -> str:
     defaults = {"name": Path(files[0]).stem, "seed": 0, "window": 1, "threads": None}
     shown = [os.path.relpath(file, beside) if Path(file).exists() else file for file in files]
     said = {"extends": shown if len(shown) > 1 else shown[0], **_beyond(defaults | plain(read(files)[0]), tree)}
-    return f"# GPUs shared out as the forecast found best: {split}.\n{dumps(said, flow=True)}"
+    return f"{SPLIT_BEGINS}: {split}.\n{dumps(said, flow=True)}"
 
 
 def _named(devices: Sequence[str]) -> str | list[str]:
@@ -261,16 +264,20 @@ def splits_table(splits: Sequence[Split]) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for name in ("split", "step", "rate", "memory", "critical cycle"):
         table.add_column(name, justify="right" if name in ("step", "rate", "memory") else "left", overflow="fold")
+    impossible = [split for split in splits if split.forecast is None]
     for split in splits:
         if split.forecast is None:
-            table.add_row(str(split), "-", "-", "-", split.refusal)
             continue
         rows, messages = split.forecast.rows_per_second, split.forecast.messages_per_second
         rate_shown = f"{messages:.4g} messages/s" if rows is None else f"{rows:.4g} rows/s"
         memory = "?" if split.memory is None else f"{split.memory / _GIB:.1f} GiB"
         pace = split.forecast.pace
         table.add_row(str(split), duration(pace.step), rate_shown, memory, str(pace.cycle))
+    for split in impossible[:_IMPOSSIBLE]:
+        table.add_row(str(split), "-", "-", "-", split.refusal)
     parts: list[RenderableType] = [table]
+    if more := len(impossible[_IMPOSSIBLE:]):
+        parts.append(Text(f"and {more} more splits that are not possible, for reasons like these"))
     fewest, given = (sum(split.replicas.values()) for split in (splits[0], splits[-1]))
     if fewest < given:
         parts.append(Text(f"{fewest} GPUs are as fast as {given}"))

@@ -17,7 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Depth", "OnPath", "Span", "Timeline", "Wait", "critical", "write_chrome"]
+__all__ = ["TRACE_BEGINS", "Depth", "OnPath", "Span", "Timeline", "Wait", "critical", "write_chrome"]
+
+TRACE_BEGINS = '{"traceEvents":'  # what `write_chrome` writes first
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -12,8 +13,8 @@ from typing import Literal
 from dflash_pipe.check import check, rate
 from dflash_pipe.errors import BadInput
 from dflash_pipe.graph import Capacity, ChannelSpec, Credits, Graph, WorkerSpec, dataflow, dump, load
+from dflash_pipe.located import dumps, under
 from dflash_pipe.located import read as read_files
-from dflash_pipe.located import under
 from dflash_pipe.plan import plan
 
 __all__ = ["TAKES", "Change", "asked", "check_laws", "graph_of", "is_lawful", "is_whole", "usual"]
@@ -21,6 +22,7 @@ __all__ = ["TAKES", "Change", "asked", "check_laws", "graph_of", "is_lawful", "i
 TAKES: tuple[Literal["first_free"], Literal["round_robin"]] = ("first_free", "round_robin")
 
 _DATA_PARALLEL = "data_parallel="
+_COMPUTED = ("seed", "window", "threads", "stages")  # keys that say what is computed, whatever the topology
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Change:
 def graph_of(yaml_text: str, where: str) -> Graph:
     """A graph from its text (`dflash_pipe.graph.dump`). Raises BadInput, `where` says whose text it is."""
     try:
-        return _load([yaml_text], [], [])
+        with _as_file(yaml_text) as file:
+            return load([file])
     except BadInput as error:
         raise BadInput(error.message, where) from error
 
@@ -66,7 +69,7 @@ def asked(graph: Graph, text: str) -> Change:
     parallel = [word for word in words if word not in files and word.startswith(_DATA_PARALLEL)]
     overrides = [word for word in words if word not in files and word not in parallel]
     try:
-        changed = load(files, overrides) if any(map(is_whole, files)) else _load([dump(graph)], files, overrides)
+        changed = (_other if any(map(is_whole, files)) else _laid_over)(graph, files, overrides)
         for word in parallel:
             changed = _data_parallel(changed, word.removeprefix(_DATA_PARALLEL))
         check_laws(changed, changed.workers if parallel else ())
@@ -87,14 +90,29 @@ def is_whole(file: str) -> bool:
     return used and any("stages" in under(tree, "workers", worker) for worker in under(tree, "workers"))
 
 
-def _load(texts: list[str], files: list[str], overrides: list[str]) -> Graph:
+def _laid_over(graph: Graph, files: list[str], overrides: list[str]) -> Graph:
+    with _as_file(dump(graph)) as text:
+        return load([text, *files], overrides)
+
+
+def _other(graph: Graph, files: list[str], overrides: list[str]) -> Graph:
+    """Another graph. What it leaves open, such as the target's model, it takes from the stages of `graph`."""
+    try:
+        return load(files, overrides)
+    except BadInput as error:
+        try:
+            with _as_file(dumps({key: graph.resolved[key] for key in _COMPUTED if key in graph.resolved})) as text:
+                return load([*files, text], overrides)
+        except BadInput:
+            raise error from None
+
+
+@contextmanager
+def _as_file(text: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
-        written = []
-        for number, text in enumerate(texts):
-            path = Path(folder) / f"graph{number}.yaml"
-            path.write_text(text)
-            written.append(str(path))
-        return load([*written, *files], overrides)
+        path = Path(folder) / "graph.yaml"
+        path.write_text(text)
+        yield str(path)
 
 
 def _computes_alike(one: Graph, other: Graph) -> bool:

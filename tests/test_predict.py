@@ -322,3 +322,28 @@ def test_where_nothing_can_be_written_is_said_first_and_inputs_stay(
     said = line.replace("MINE", str(mine)).replace("HERE", str(tmp_path))
     assert capsys.readouterr().err == f"command line: {said}\n"
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_another_graph_takes_what_it_leaves_open_from_the_one_that_is_asked_about() -> None:
+    """graphs/parallel_target.yaml does not say which model; the graph it is compared with does."""
+    graph = load(["graphs/sequential.yaml", "graphs/targets/random_tiny_qwen3.yaml"], ["drafter.num_layers=2"])
+    change = asked_of(graph, "graphs/parallel_target.yaml")
+    assert change.graph.workers["target"].replicas == 3 and change.same_result
+    assert change.graph.stages["drafter"].parameters["num_layers"] == 2
+
+
+def test_a_file_that_was_not_written_by_this_option_stays(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, other, linked = (tmp_path / name for name in ("mine.yaml", "other.yaml", "linked.yaml"))
+    for file in (mine, other):
+        file.write_text(f"extends: {Path('graphs/toy/overlapped.yaml').absolute()}\n")
+    linked.hardlink_to(mine)
+    before = other.read_text()
+    words = ("predict", str(mine), "--gpus", "2", "--profile", str(profile), "--write")
+    assert called(*words, str(other)) == 2 and "this option did not write it" in capsys.readouterr().err
+    assert called(*words, str(linked)) == 2 and "is read by this command" in capsys.readouterr().err
+    assert mine.read_text() == other.read_text() == before
+    assert called("run", str(mine), "--runs", str(tmp_path), "--trace", str(other)) == 2
+    for _ in range(2):  # its own file it may write again
+        assert called(*words, str(tmp_path / "best.yaml")) == 0
