@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 a stage failed, 2 bad input (one line says what), 130 / 14
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import signal
@@ -29,6 +28,7 @@ from dflash_pipe.forecast import predict as forecast
 from dflash_pipe.forecast_table import rendered
 from dflash_pipe.graph import Graph, dump, load
 from dflash_pipe.memory import Need, estimate, memory_table, refuse
+from dflash_pipe.picture import unpadded
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import load as load_profile
@@ -150,10 +150,8 @@ def _show(table: RenderableType) -> None:
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(table)
-        return
-    text = io.StringIO()
-    Console(file=text, width=10_000, highlight=False).print(table)
-    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+    else:
+        print(unpadded(table, width=10_000))
 
 
 def opened(arguments: list[str]) -> Graph:

@@ -36,9 +36,8 @@ def closing_lines(graph: Graph, profile: Profile | None, unmeasured: str) -> Ite
         yield tried.verdict
         if tried.refusal:
             yield f"no change is forecast: {tried.refusal}"
-    if any(
-        channel.initial for channel in graph.channels.values()
-    ):  # it trains: its steps are alike, and worth a forecast
+    trains = any(channel.initial for channel in graph.channels.values())
+    if trains:  # only then are its steps alike, and worth a forecast
         yield from profile.doubts()
     yield " · ".join(_rates(profile))
 

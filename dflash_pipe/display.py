@@ -15,7 +15,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 
-from dflash_pipe.picture import closing_table, live_view, plain_line, scalars
+from dflash_pipe.picture import closing_table, live_view, plain_line, scalars, unpadded
 from dflash_pipe.stats import View
 
 __all__ = ["Display"]
@@ -64,11 +64,8 @@ class Display:
         table = closing_table(self._view())
         if self._console.is_terminal:
             self._console.print(table)
-            return
-        with self._console.capture() as drawn:
-            self._console.print(table)
-        for line in drawn.get().splitlines():
-            self._console.out(line.rstrip(), highlight=False)
+        else:
+            self._console.out(unpadded(table, self._console.width), highlight=False)
 
     def _refresh(self) -> None:
         try:

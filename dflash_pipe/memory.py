@@ -21,7 +21,6 @@ from dflash_pipe.stage import Context, Footprint
 
 __all__ = ["Need", "estimate", "memory_table", "refuse"]
 
-_GIB = 2**30
 # The CPU's memory is shared with everybody and can be swapped: only what is clearly too much for it is refused.
 _CLEARLY = 1.5
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Literal
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from dflash_pipe.stats import ChannelLoad, View, WorkerShares
 
-__all__ = ["closing_table", "live_view", "plain_line", "scalars"]
+__all__ = ["closing_table", "live_view", "plain_line", "scalars", "unpadded"]
 
 BAR = 30  # cells of a worker's bar
 # What a line of progress has room for: these metrics where stages report them, else the first ones there are.
 LINE = ("loss", "accuracy", "estimated_acceptance", "tau", "lr")
 SHARES = (("busy", "green"), ("starved", "yellow"), ("blocked", "red"))
+
+
+def unpadded(drawing: RenderableType, width: int) -> str:
+    """The drawing as plain text of so many columns, without the blanks that fill its lines up."""
+    text = io.StringIO()
+    Console(file=text, width=width, highlight=False).print(drawing)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def plain_line(view: View) -> str:

@@ -12,19 +12,14 @@ from dflash_pipe import BadInput
 from stages import frozen
 from stages.frozen import load_frozen
 from stages.model_source import text_config
-from stages.target_model import load_full, load_truncated, reference_kernels_on_cpu
+from stages.target_model import load_full, load_truncated
+from tests import tiny_targets
 from tests.tiny_targets import FAMILIES, change, copied, damaged, no_weights, some_ids, whole, without
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def models(tmp_path_factory):
-    """A cache of this file's own, and no GPU kernels even where their package is installed."""
-    reference_kernels_on_cpu()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+models = tiny_targets.models  # the fixture
 
 
 @pytest.mark.parametrize("model", FAMILIES)

@@ -7,23 +7,14 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from stages.fused_decoder import FusedDecoder, not_fused
-from stages.target_model import load_truncated, reference_kernels_on_cpu
-from tests import fused_twins
+from stages.target_model import load_truncated
+from tests import fused_twins, tiny_targets
+from tests.tiny_targets import FAMILIES, some_ids
 
-FAMILIES = ("tiny:llama", "tiny:qwen3", "tiny:qwen3_5")
 LAYERS = [0, 3, 6]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def models(tmp_path_factory):
-    reference_kernels_on_cpu()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def some_ids(rows, length):
-    return torch.randint(4, 512, (rows, length), generator=torch.Generator().manual_seed(0))
+models = tiny_targets.models  # the fixture
 
 
 def lengths_of(ids):

@@ -10,18 +10,13 @@ import pytest
 import torch
 
 from stages import target_model
-from stages.target_model import load_truncated, reference_kernels_on_cpu
+from stages.target_model import load_truncated
+from tests import tiny_targets
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True, scope="module")
-def models(tmp_path_factory):
-    """A cache of this file's own, and no GPU kernels even where their package is installed."""
-    reference_kernels_on_cpu()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+models = tiny_targets.models  # the fixture
 
 
 def python(script, **environment):

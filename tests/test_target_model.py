@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from dflash_pipe import BadInput
 from stages.frozen import load_frozen
-from stages.target_model import load_full, load_truncated, reference_kernels_on_cpu, resolve_dtype, resolve_layers
+from stages.target_model import load_full, load_truncated, resolve_dtype, resolve_layers
+from tests import tiny_targets
 from tests.tiny_targets import (
     FAMILIES,
     bad_json,
@@ -25,13 +26,7 @@ from tests.tiny_targets import (
 ALL = list(range(7))  # every id of an 8-layer target that can be captured
 
 
-@pytest.fixture(autouse=True, scope="module")
-def models(tmp_path_factory):
-    """A cache of this file's own, and no GPU kernels even where their package is installed."""
-    reference_kernels_on_cpu()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+models = tiny_targets.models  # the fixture
 
 
 @torch.no_grad()

@@ -33,6 +33,15 @@ def counted(make, count, best, **more):
     return make(bench, launched, **more)
 
 
+def kept_once(make, folder, function):
+    """A file that holds one tuned configuration, BT = 32, of a kernel; a counter of benchmarks; what the file says."""
+    make_thread_safe()
+    file, count = folder / "tuning.json", collections.Counter()
+    keep_tuning(file, GPU)
+    launch(counted(make, count, 32, function=function), None, 1)
+    return file, count, json.loads(file.read_text())
+
+
 def tuned(file):
     """The rows of the file."""
     return json.loads(file.read_text())["tuned"]
@@ -76,11 +85,7 @@ def test_a_file_made_on_another_gpu_or_version_is_refused_in_one_line(make, tmp_
     def mine(x, T, BT):
         pass
 
-    make_thread_safe()
-    file, count = tmp_path / "tuning.json", collections.Counter()
-    keep_tuning(file, GPU)
-    launch(counted(make, count, 32, function=mine), None, 1)
-    whole = json.loads(file.read_text())
+    file, count, whole = kept_once(make, tmp_path, mine)
     whole["made_with"][what] = "another"
     file.write_text(json.dumps(whole))
     before = file.read_text()
@@ -105,11 +110,7 @@ def test_a_configuration_of_another_form_of_the_kernel_is_not_used(make, tmp_pat
     def mine(x, T, BT):
         pass
 
-    make_thread_safe()
-    file, count = tmp_path / "tuning.json", collections.Counter()
-    keep_tuning(file, GPU)
-    launch(counted(make, count, 32, function=mine), None, 1)
-    whole = json.loads(file.read_text())
+    file, count, whole = kept_once(make, tmp_path, mine)
     for row in whole["tuned"]:
         row[change] = "0" * 16 if change == "source" else {**row["config"], "BT": 64}
     file.write_text(json.dumps(whole))

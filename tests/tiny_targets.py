@@ -4,12 +4,23 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from stages.model_source import locate
+from stages.target_model import reference_kernels_on_cpu
 
 FAMILIES = ("tiny:llama", "tiny:qwen3", "tiny:qwen3_5")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models(tmp_path_factory):
+    """A cache of the file's own that takes this name over, and no GPU kernels even where their package is installed."""
+    reference_kernels_on_cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def some_ids(rows, length, seed=0):
