@@ -3,13 +3,17 @@
 What is computed is what transformers computes; the order of roundings differs. Projections of the same input are one
 matrix product, a residual is added by the product that ends its branch, and everything between two products is one
 kernel (`stages.fused_kernels`). Shape legend: B rows, S tokens, M = B·S, H hidden size, K captured layers.
+
+Packed, M is the number of real tokens, which lie one row after another. Only where tokens meet others does that make a
+difference: the delta rule and its convolution are told where rows begin; attention is computed of padded rows, as if
+nothing were packed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stages.packing import Pack
 from stages.stacked import stacked
 
 __all__ = ["FusedDecoder", "not_fused"]
@@ -73,12 +78,39 @@ def _head_sizes(config: Any, kinds: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """rows B and tokens S of what is computed; cos, sin: [S, R] float32."""
+    """rows B and padded tokens S of a micro-batch; cos, sin: [S, R] float32. pack: where its real tokens lie; None: its
+    padding is computed too."""
 
     rows: int
     tokens: int
     cos: Tensor
     sin: Tensor
+    pack: Pack | None
+
+    @property
+    def line(self) -> int:
+        """Tokens that lie in one row for the kernels: S, or all M that are packed."""
+        return self.tokens if self.pack is None else len(self.pack.positions)
+
+    @property
+    def positions(self) -> Tensor | None:
+        """[M], if packed."""
+        return None if self.pack is None else self.pack.positions
+
+    def packed(self, x: Tensor) -> Tensor:
+        """[B·S, ...] -> [M, ...]."""
+        return x if self.pack is None else x.index_select(0, self.pack.places)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """[M, ...] -> [B·S, ...]; behind a row's end is what its last token has."""
+        return x if self.pack is None else x.index_select(0, self.pack.sources)
+
+    def write(self, hidden: Tensor, states: Tensor) -> None:
+        """hidden [M, H] into states [B·S, H], where there is a token."""
+        if self.pack is None:
+            states.copy_(hidden)
+        else:
+            states.index_copy_(0, self.pack.places, hidden)
 
 
 class FusedDecoder:
@@ -105,26 +137,47 @@ class FusedDecoder:
         """K·H."""
         return len(self._captured) * self._embed.shape[1]
 
-    def __call__(self, input_ids: Tensor, states: Tensor | None = None) -> Tensor:
-        """[B, S] int64 -> [B, S, K·H]: the captured layers' outputs side by side, written into `states` if given."""
-        with torch.cuda.device(self._embed.device) if self._embed.is_cuda else contextlib.nullcontext():
-            return self._run(input_ids, states)
+    def __call__(self, input_ids: Tensor, states: Tensor | None = None, pack: Pack | None = None) -> Tensor:
+        """[B, S] int64 -> [B, S, K·H]: the captured layers' outputs side by side, written into `states` if given.
 
-    def _run(self, input_ids: Tensor, states: Tensor | None) -> Tensor:
+        pack: where its real tokens lie; only they are computed, and the states of padding are 0.
+        """
         rows, tokens = input_ids.shape
         size = self._embed.shape[1]
         if states is None:
             states = self._embed.new_empty(rows, tokens, self.features)
-        flat = states.view(rows * tokens, self.features)
-        hidden = F.embedding(input_ids.reshape(-1), self._embed)
-        batch = _Batch(rows, tokens, *self._angles(tokens))
-        for number, (mixer, mlp) in enumerate(zip(self._mixers, self._mlps, strict=True)):
-            mixer.add(hidden, batch)
-            mlp.add(hidden)
-            if number in self._captured:
-                k = self._captured[number]
-                flat[:, k * size : (k + 1) * size] = hidden
+        with self._device():
+            if pack is not None:
+                states.zero_()
+            flat = states.view(rows * tokens, self.features)
+            hidden, batch = self._begin(input_ids, pack)
+            for number, (mixer, mlp) in enumerate(zip(self._mixers, self._mlps, strict=True)):
+                mixer.add(hidden, batch)
+                mlp.add(hidden)
+                if number in self._captured:
+                    k = self._captured[number]
+                    batch.write(hidden, flat[:, k * size : (k + 1) * size])
         return states
+
+    def steps(self, input_ids: Tensor, pack: Pack) -> Iterator[tuple[str, Tensor]]:
+        """What every token, [M, ...], has become after each step in which tokens meet others, with the step's name.
+
+        A tensor is valid until the next is asked for. For looking at the computation: it takes longer.
+        """
+        with self._device():
+            hidden, batch = self._begin(input_ids, pack)
+            for number, (mixer, mlp) in enumerate(zip(self._mixers, self._mlps, strict=True)):
+                for name, value in mixer.steps(hidden, batch):
+                    yield f"{name} of layer {number}", value
+                mlp.add(hidden)
+
+    def _device(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self._embed.device) if self._embed.is_cuda else contextlib.nullcontext()
+
+    def _begin(self, input_ids: Tensor, pack: Pack | None) -> tuple[Tensor, _Batch]:
+        rows, tokens = input_ids.shape
+        batch = _Batch(rows, tokens, *self._angles(tokens), pack)
+        return F.embedding(batch.packed(input_ids.reshape(-1)), self._embed), batch
 
     def _angles(self, tokens: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(tokens, dtype=torch.float32, device=self._embed.device)
@@ -184,16 +237,25 @@ class _Attention:
         q, k, v = mixed.split([mixed.shape[1] - 2 * kv, kv, kv], dim=1)
         q = q.view(count, self._heads, -1)  # a head's queries, then its gate, if there is one
         gate = q[..., size:]
-        q = self._turned(q[..., :size], self._q_norm, batch)
-        k = self._turned(k.view(count, self._kv, size), self._k_norm, batch)
-        q, k, v = (each.view(batch.rows, batch.tokens, -1, size).transpose(1, 2) for each in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        mixed = mixed.transpose(1, 2).reshape(count, self._heads, size)
+        q = batch.padded(self._turned(q[..., :size], self._q_norm, batch))
+        k = batch.padded(self._turned(k.view(count, self._kv, size), self._k_norm, batch))
+        mixed = batch.packed(self._attended(q, k, batch.padded(v), batch))
         mixed = self._kernels.gate_heads(mixed, gate) if self._gates else mixed.view(count, -1)
         hidden.addmm_(mixed, self._out.t())
 
+    def steps(self, hidden: Tensor, batch: _Batch) -> Iterator[tuple[str, Tensor]]:
+        """`add`, and what has come of it."""
+        self.add(hidden, batch)
+        yield "attention", hidden
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, batch: _Batch) -> Tensor:
+        """Of padded rows: [B·S, heads, D] and, of keys and values, [B·S, ...] -> [B·S, heads, D]."""
+        q, k, v = (each.view(batch.rows, batch.tokens, -1, self._size).transpose(1, 2) for each in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(len(mixed) * batch.tokens, self._heads, self._size)
+
     def _turned(self, x: Tensor, weight: Tensor | None, batch: _Batch) -> Tensor:
-        turned: Tensor = self._kernels.norm_rope(x, weight, self._eps, self._one, batch.cos, batch.sin)
+        turned: Tensor = self._kernels.norm_rope(x, weight, self._eps, self._one, batch.cos, batch.sin, batch.positions)
         return turned
 
 
@@ -214,14 +276,28 @@ class _DeltaNet:
 
     def add(self, hidden: Tensor, batch: _Batch) -> None:
         """hidden [M, H] += what the layer's DeltaNet computes from it."""
+        (q, k, v), z, b, a = self._convolved(hidden, batch)
+        _, heads, size = self._value
+        out = self._kernels.delta_rule(q, k, v, a, b, self._decay, batch.pack).view(len(hidden), heads, size)
+        hidden.addmm_(self._kernels.gated_rms_norm(out, z, self._out_norm, self._eps), self._out.t())
+
+    def steps(self, hidden: Tensor, batch: _Batch) -> Iterator[tuple[str, Tensor]]:
+        """The convolution by itself; then `add`, and what has come of it."""
+        heads, _, _, _ = self._convolved(hidden, batch)
+        yield "convolution", torch.cat([each.reshape(len(hidden), -1) for each in heads], dim=1)
+        self.add(hidden, batch)
+        yield "Gated DeltaNet", hidden
+
+    def _convolved(self, hidden: Tensor, batch: _Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor, Tensor]:
+        """The heads' queries, keys and values, and z, b, a as they come from the projection."""
         mixed = F.linear(self._norm(hidden), self._in)
         _, heads, size = self._value
         sizes = [self._key_taps.shape[1], self._value_taps.shape[1], heads * size, heads, heads]
         qk, v, z, b, a = mixed.split(sizes, dim=1)
-        q, k = self._kernels.short_conv(qk, self._key_taps, self._key, batch.tokens, normed=True)
-        (v,) = self._kernels.short_conv(v, self._value_taps, self._value, batch.tokens, normed=False)
-        out = self._kernels.delta_rule(q, k, v, a, b, self._decay).view(len(hidden), heads, size)
-        hidden.addmm_(self._kernels.gated_rms_norm(out, z, self._out_norm, self._eps), self._out.t())
+        conv, rows = self._kernels.short_conv, (batch.line, batch.positions)
+        q, k = conv(qk, self._key_taps, self._key, *rows, normed=True)
+        (v,) = conv(v, self._value_taps, self._value, *rows, normed=False)
+        return (q, k, v), z, b, a
 
 
 def _joined(layer: nn.Module, names: Sequence[str]) -> Tensor:

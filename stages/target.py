@@ -28,6 +28,8 @@ class TargetForward(Stage):
     checkpoint. forward: "fused" runs the layers as fused kernels on a GPU, where there are kernels for them; "plain" as
     transformers does. shapes: [[rows, padded length], ...] that most micro-batches will have; on a GPU each is tuned
     and captured in a CUDA graph at the start, which changes no result and spares the host nearly all of its work.
+    packed: compute real tokens only, no padding; for the fused layers, without `shapes`. A test at the start makes sure
+    that rows which are packed together do not change each other.
     """
 
     model: str
@@ -37,16 +39,22 @@ class TargetForward(Stage):
     weights: Weights = "pretrained"
     forward: Literal["fused", "plain"] = "fused"
     shapes: list[list[int]] | None = None
+    packed: bool = False
 
     def check(self, replicas: int) -> None:
         refuse_weights(self.model, self.weights)
         for shape in self.shapes or ():
             if len(shape) != 2 or min(shape) < 1:
                 raise BadInput(f"shapes: {shape} is no shape, expected [rows, padded length] such as [3, 2048]")
+        if self.packed and self.shapes:
+            raise BadInput("packed: not together with shapes, since CUDA graphs need shapes that are always the same")
+        if self.packed and self.forward == "plain":
+            raise BadInput("packed: needs the fused layers; here: forward: plain")
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
         """Weights up to the highest captured layer; the graphs of `shapes`, and a forward pass of the largest other
-        micro-batch; or what loading needs, if that is more. told: the shapes of the micro-batches."""
+        micro-batch; or what loading needs, if that is more. told: the shapes of the micro-batches. Packed, they need
+        no more: what attention pads again is less than the MLP's part of a forward pass."""
         config, dtype = text_config(self.model, self.revision), resolve_dtype(self.dtype, ctx.device)
         width = len(resolve_layers(self.layers, config.num_hidden_layers)) * config.hidden_size
         on_gpu = ctx.device != "cpu"
@@ -81,17 +89,22 @@ class TargetForward(Stage):
         where = self.model, self.revision, self.layers, self.dtype, ctx.device, self.weights
         self._target = load_truncated(*where, plain=plain)
         self._checked = False
-        if ctx.device.startswith("cuda"):
+        on_gpu, more = ctx.device.startswith("cuda"), ""
+        if on_gpu:
             make_thread_safe()
             keep_tuning(tuning_file(ctx.folder), torch.cuda.get_device_name(ctx.device))
+        if self.packed:
+            self._target.pack()
+        elif on_gpu:
             captured = self._target.prepare([(rows, length) for rows, length in self.shapes or ()])
-            if ctx.replica == 0:
-                print(f"target: {self._target.forward}, {captured} shapes in CUDA graphs")
+            more = f", {captured} shapes in CUDA graphs"
+        if on_gpu and ctx.replica == 0:
+            print(f"target: {self._target.forward}{more}")
 
     def process(self, batch: TokenBatch) -> FeatureBatch:
         """[B, S] token ids -> [B, S, K·H] hidden states. Raises `BadInput` for ids outside the target's vocabulary."""
         self._check_ids(batch)
-        return FeatureBatch(tokens=batch, hidden=self._target(batch.input_ids, batch.lengths))
+        return FeatureBatch(tokens=batch, hidden=self._target(batch.input_ids, batch.lengths, batch.real))
 
     def _check_ids(self, batch: TokenBatch) -> None:
         # On a GPU only the first batch: looking at the data means waiting for the device.
@@ -110,6 +123,9 @@ class TargetForward(Stage):
         replayed, others = self._target.counted
         if replayed:
             print(f"target: {replayed} micro-batches in the shapes of its CUDA graphs, {others} in others")
+        spared, tokens = self._target.spared
+        if tokens:
+            print(f"target: {spared:,} of {tokens:,} tokens were padding and not computed ({spared / tokens:.1%})")
 
     def close(self) -> None:
         self._target = None  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """The frozen target's layers up to the highest captured one, and what they compute at the captured ones.
 
 On a GPU the layers of known architectures run as fused kernels (`stages.fused_decoder`), and announced shapes as CUDA
-graphs of those; everywhere else they run as transformers has them.
+graphs of those, or, packed, of real tokens only; everywhere else they run as transformers has them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from dflash_pipe import BadInput
 from stages.fused_decoder import FusedDecoder, not_fused
+from stages.leakage import refuse_leaks
+from stages.packing import pack_rows
 from stages.shape_graphs import ShapeGraphs
 
 __all__ = ["TruncatedTarget"]
@@ -28,7 +31,8 @@ class TruncatedTarget:
     """The target up to its highest captured layer: no later layer, no final norm, no lm_head, no cache.
 
     layers: the captured ids. features: K·H. vocab_size: token ids are below it. decoder: the transformers model whose
-    layers these are. forward: how they are computed, in words. One object serves one thread.
+    layers these are. forward: how they are computed, in words. spared: tokens of padding that were not computed so far,
+    and all tokens, if it is packed. One object serves one thread.
     """
 
     def __init__(self, decoder: Any, layers: list[int], plain: bool = False) -> None:
@@ -38,16 +42,23 @@ class TruncatedTarget:
         self.hidden_size: int = decoder.config.hidden_size
         self.features = len(layers) * self.hidden_size
         self.vocab_size: int = decoder.config.vocab_size
-        why = "asked for" if plain else _why_plain(decoder)
+        self.spared = (0, 0)
+        self._why = why = "asked for" if plain else _why_plain(decoder)
+        self._packed = False
+        self._fused: FusedDecoder | None = None
         self._compute: Callable[[Tensor], Tensor]
         self._graphs: ShapeGraphs | None = None
         if why:
             self._compute = _Plain(decoder, layers)
         else:
-            self._compute = fused = FusedDecoder(decoder, layers)
-            weight = decoder.get_input_embeddings().weight
-            self._graphs = ShapeGraphs(fused, self.features, weight.dtype, weight.device)
+            self._compute = self._fused = fused = FusedDecoder(decoder, layers)
+            self._graphs = ShapeGraphs(fused, self.features, self._weight.dtype, self._weight.device)
         self.forward = f"transformers' own forward ({why})" if why else f"fused {decoder.config.model_type} layers"
+
+    @property
+    def _weight(self) -> Tensor:
+        weight: Tensor = self.decoder.get_input_embeddings().weight
+        return weight
 
     @torch.no_grad()
     def prepare(self, shapes: list[tuple[int, int]]) -> int:
@@ -57,11 +68,28 @@ class TruncatedTarget:
         """
         if self._graphs is not None and shapes:
             return self._graphs.capture(shapes)
-        longest = min(_WARM_UP, getattr(self.decoder.config, "max_position_embeddings", _WARM_UP))
-        device = self.decoder.get_input_embeddings().weight.device
-        for rows, tokens in shapes or [(1, longest)]:
-            self._compute(torch.zeros(rows, tokens, dtype=torch.int64, device=device))
+        for rows, tokens in shapes or [(1, self._longest())]:
+            self._compute(torch.zeros(rows, tokens, dtype=torch.int64, device=self._weight.device))
         return 0
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """From now on compute real tokens only. Builds and tunes the kernels, and tests that no row leaks into another.
+
+        Call it like `prepare`, and instead of it. Raises `BadInput` where the layers are not fused, RuntimeError where
+        rows leak.
+        """
+        if self._fused is None:
+            raise BadInput(f"packed: needs the fused layers; here: {self._why}")
+        device, longest = self._weight.device, self._longest()
+        whole = pack_rows(torch.tensor([longest], device=device), longest, longest)
+        self._fused(torch.zeros(1, longest, dtype=torch.int64, device=device), pack=whole)
+        refuse_leaks(self._fused, self.vocab_size, device)
+        self._packed = True
+        self.forward += ", packed (no leakage between rows)"
+
+    def _longest(self) -> int:
+        return min(_WARM_UP, getattr(self.decoder.config, "max_position_embeddings", _WARM_UP))
 
     @property
     def counted(self) -> tuple[int, int]:
@@ -69,17 +97,27 @@ class TruncatedTarget:
         return (self._graphs.replayed, self._graphs.others) if self._graphs else (0, 0)
 
     @torch.no_grad()  # not inference_mode: the drafter's backward saves what comes out of here
-    def __call__(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, lengths: Tensor, real: int | None = None) -> Tensor:
         """Hidden states [B, S, K·H] of right-padded rows, captured layers side by side, in the target's dtype.
 
         input_ids: [B, S] int64. lengths: [B] int64, real tokens of each row; behind them the result is 0, whatever
         the padding is. No mask is needed: every layer is causal, so padding on the right reaches no real token.
+        real: their sum, if it is known; without it a packed target waits for the device.
         """
-        padding = torch.arange(input_ids.shape[1], device=input_ids.device) >= lengths.to(input_ids.device)[:, None]
+        lengths = lengths.to(input_ids.device)
+        if self._packed:
+            return self._compute_packed(input_ids, lengths, int(lengths.sum()) if real is None else real)
+        padding = torch.arange(input_ids.shape[1], device=input_ids.device) >= lengths[:, None]
         replayed = self._graphs(input_ids) if self._graphs else None
         if replayed is not None:  # the graph's own memory: what is given away is the copy that this makes
             return replayed.masked_fill(padding[..., None], 0)
         return self._compute(input_ids).masked_fill_(padding[..., None], 0)
+
+    def _compute_packed(self, input_ids: Tensor, lengths: Tensor, real: int) -> Tensor:
+        assert self._fused is not None  # `pack` saw to it
+        spared, tokens = self.spared
+        self.spared = spared + input_ids.numel() - real, tokens + input_ids.numel()
+        return self._fused(input_ids, pack=pack_rows(lengths, input_ids.shape[1], real))
 
 
 class _Plain:

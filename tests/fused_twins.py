@@ -12,10 +12,12 @@ def silu_mul(gate, up):
     return F.silu(gate) * up
 
 
-def norm_rope(x, weight, eps, one, cos, sin):
+def norm_rope(x, weight, eps, one, cos, sin, positions=None):
     if weight is not None:
         x = rms_norm(x, weight, eps, one)
-    cos, sin = (each.repeat(len(x) // len(cos), 1)[:, None] for each in (cos, sin))
+    if positions is None:
+        positions = torch.arange(len(cos)).repeat(len(x) // len(cos))
+    cos, sin = (each[positions, None] for each in (cos, sin))
     size = cos.shape[-1]
     left, right = x[..., : size // 2], x[..., size // 2 : size]
     turned = x[..., :size] * cos + torch.cat([-right, left], -1) * sin
@@ -30,8 +32,11 @@ def gated_rms_norm(x, gate, weight, eps):
     return (rms_norm(x, weight, eps, 0) * F.silu(gate.reshape(x.shape))).flatten(1)
 
 
-def short_conv(x, weight, shape, tokens, normed):
+def short_conv(x, weight, shape, tokens, positions, normed):
     parts, n, size = shape
+    if positions is not None:  # one row after another
+        rows = rows_of(x, positions.eq(0).nonzero().flatten())
+        return torch.cat([short_conv(row, weight, shape, len(row), None, normed) for row in rows], dim=2)
     rows, (taps, channels) = len(x) // tokens, weight.shape
     x = x.reshape(rows, tokens, channels).transpose(1, 2)
     x = F.silu(F.conv1d(x, weight.t()[:, None], padding=taps - 1, groups=channels)[..., :tokens])
@@ -39,8 +44,17 @@ def short_conv(x, weight, shape, tokens, normed):
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) if normed else x
 
 
-def delta_rule(q, k, v, a, b, decay):
-    """Token by token."""
+def rows_of(x, starts, dim=0):
+    """The parts of x that begin at `starts`, the first of them at 0."""
+    return x.tensor_split(starts[1:].tolist(), dim)
+
+
+def delta_rule(q, k, v, a, b, decay, pack=None):
+    """Token by token; of packed rows one after another."""
+    if pack is not None:
+        starts = pack.starts[:-1]
+        rows = zip(*(rows_of(x, starts, 1) for x in (q, k, v)), *(rows_of(x, starts) for x in (a, b)), strict=True)
+        return torch.cat([delta_rule(*row, decay) for row in rows], dim=1)
     a_log, dt_bias = decay
     a, b = (each.reshape(*v.shape[:2], -1) for each in (a, b))
     shares = v.shape[2] // q.shape[2]

@@ -1,5 +1,6 @@
 """The Triton kernels compute what plain PyTorch does, by Triton's interpreter on the CPU in processes of their own."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ same(kernels.gated_rms_norm(*arguments), twins.gated_rms_norm(*arguments))
 
 for normed in (True, False):
     for tokens in (1, 2, 37):
-        arguments = (strided(B * tokens, 2 * n * D), torch.randn(4, 2 * n * D), (2, n, D), tokens, normed)
+        arguments = (strided(B * tokens, 2 * n * D), torch.randn(4, 2 * n * D), (2, n, D), tokens, None, normed)
         same(kernels.short_conv(*arguments), twins.short_conv(*arguments))
 
 tokens, m = 70, 5
@@ -107,6 +108,72 @@ for tokens in (1, 64, 150):
 @with_every_triton
 def test_the_scan_over_chunks_is_the_rule_token_by_token(folder):
     interpreted(folder, "-c", SCAN)
+
+
+PACKED = f"""{BEGIN}
+from hypothesis import Phase, given, settings, strategies as st
+from stages.packing import pack_rows
+
+n, m, D, R = 2, 4, 16, 8
+
+@given(st.lists(st.integers(0, 140), min_size=1, max_size=4).filter(any))
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+def law(lengths):
+    M, padded = sum(lengths), max(lengths)
+    pack = pack_rows(torch.tensor(lengths), padded, M)
+    rows = [slice(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths)) if lengths[i]]
+    angles = torch.rand(padded, R // 2).repeat(1, 2)
+    arguments = (strided(M, n * D).view(M, n, D), None, 1e-6, 0, angles.cos(), angles.sin(), pack.positions)
+    same(kernels.norm_rope(*arguments), twins.norm_rope(*arguments))
+
+    x, taps = strided(M, 2 * n * D), torch.randn(4, 2 * n * D)
+    got = kernels.short_conv(x, taps, (2, n, D), M, pack.positions, True)
+    alone = [twins.short_conv(x[row], taps, (2, n, D), len(x[row]), None, True) for row in rows]
+    same(got, torch.cat(alone, 2))
+
+    a, b = strided(M, 2 * m).split(m, 1)
+    decay = (torch.rand(m).log(), torch.randn(m))
+    summed, strength = kernels.delta_gates(a, b, *decay, M, pack)
+    gates = [kernels.delta_gates(a[row], b[row], *decay, len(a[row])) for row in rows]
+    same(summed, torch.cat([each for each, _ in gates], 1), 0)
+    same(strength, torch.cat([each for _, each in gates], 1), 0)
+
+    given = (torch.randn(1, M, *shape) for shape in ((n, D), (n, D), (m, D), (m, 2 * D)))
+    given = [*given, summed]
+    alone = [kernels.delta_scan(*(each[:, row].contiguous() for each in given)) for row in rows]
+    same(kernels.delta_scan(*given, pack.starts), torch.cat(alone, 1), 0)
+
+law()
+"""
+
+
+@with_every_triton
+def test_packed_rows_of_any_lengths_are_computed_as_if_alone(folder):
+    interpreted(folder, "-c", PACKED)
+
+
+WITH_FLA = f"""{BEGIN}
+from triton.runtime import autotuner
+from stages.packing import pack_rows
+
+# The interpreter has no GPU to tune for.
+autotuner.Autotuner.run = lambda self, *args, **more: self.fn.run(*args, **more, **self.configs[0].all_kwargs())
+n, m, D = 1, 2, 16
+for lengths in ([70, 1, 2, 65], [64, 128], [1, 1]):
+    M = sum(lengths)
+    pack = pack_rows(torch.tensor(lengths), max(lengths), M)
+    q, k = (F.normalize(torch.randn(1, M, n, D), dim=-1) for _ in range(2))
+    v, (a, b) = torch.randn(1, M, m, D), torch.randn(M, 2 * m).split(m, 1)
+    arguments = (q, k, v, a, b, (torch.rand(m).log(), torch.randn(m)))
+    for more in ((), (pack,)):
+        same(kernels.delta_rule(*arguments, *more), twins.delta_rule(*arguments, *more), 1e-5)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="flash-linear-attention is not installed here")
+@with_every_triton
+def test_the_delta_rule_of_packed_rows_with_the_kernel_packages_own_part(folder):
+    interpreted(folder, "-W", "ignore", "-c", WITH_FLA)
 
 
 WHOLE = """

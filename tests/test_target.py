@@ -49,7 +49,7 @@ def test_ports_and_parameters():
     read = signature(TargetForward)
     assert {name: port.type for name, port in read.inputs.items()} == {"batch": TokenBatch}
     assert read.output is FeatureBatch and not read.stateful
-    assert set(read.parameters) == {"model", "revision", "layers", "dtype", "weights", "forward", "shapes"}
+    assert set(read.parameters) == {"model", "revision", "layers", "dtype", "weights", "forward", "shapes", "packed"}
 
 
 def test_it_hands_on_the_tokens_with_the_hidden_states():
