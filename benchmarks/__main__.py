@@ -22,6 +22,7 @@ from benchmarks.recording import recording
 from benchmarks.rows import rows
 from benchmarks.sync import sync
 from benchmarks.target import target
+from benchmarks.targets import targets
 from benchmarks.topologies import topologies
 from benchmarks.verdicts import verdicts
 from dflash_pipe.cli import failures_to_exit_codes
@@ -42,7 +43,10 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
-for command in (topologies, ladder, target, drafter, sync, rows, handoff, recording, loop, verdicts, autotune, parity):
+COMMANDS = (
+    topologies, ladder, target, targets, drafter, sync, rows, handoff, recording, loop, verdicts, autotune, parity,
+)  # fmt: skip
+for command in COMMANDS:
     app.command(short_help=(command.__doc__ or "").partition("\n")[0])(_stoppable(command))
 
 

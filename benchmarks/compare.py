@@ -24,7 +24,6 @@ from dflash_pipe.graph import Graph
 from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
 from dflash_pipe.runtime import Run
-from dflash_pipe.snapshot import read as read_snapshot
 from dflash_pipe.stats import View
 from dflash_pipe.trace import Timeline
 
@@ -106,7 +105,7 @@ class Topology:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C after every graph had at least one timed run. topologies: with the runs that all of them have."""
+    """Ctrl-C. topologies: those that had a timed run by then, with as many runs as all of these have."""
 
     def __init__(self, topologies: list[Topology]) -> None:
         super().__init__()
@@ -120,24 +119,25 @@ def run(graph: Graph) -> Trial:
     """Run a checked graph to its end in a folder that is gone afterwards."""
     clear()
     digests: dict[int, str] = {}
+    weights: list[str] = []
 
     def keep(metrics: dict[str, Any]) -> None:
         if "digest" in metrics:
             digests[int(metrics["step"])] = str(metrics["digest"])
 
     with tempfile.TemporaryDirectory() as folder:
-        running = Run(plan(graph), Path(folder))
+        # In memory: a real drafter's state is tens of GB, which nobody reads again.
+        running = Run(plan(graph), Path(folder), take=lambda snapshot: weights.append(_digest(snapshot.state)))
         running.on_report = keep
         with contextlib.redirect_stdout(io.StringIO()):  # stages tell how to use what lies in the folder
             result = running.execute()
-        weights = _digest(read_snapshot(result.snapshot).state) if result.snapshot else ""
     if result.profile is None or result.timeline is None:
         raise BadInput(f"{graph.name}: {result.unmeasured}")
     if not result.profile.warm_up:
         raise BadInput(
             f"{graph.name}: all of its {result.profile.steps.count + 1} steps are warm-up: give more --steps"
         )
-    return Trial(result.profile, result.timeline, result.view, digests, weights)
+    return Trial(result.profile, result.timeline, result.view, digests, "".join(weights[-1:]))
 
 
 def clear() -> None:
@@ -156,7 +156,7 @@ def run_in_turns(
     """Each graph once, then each again: what else the machine does, and how warm it is, hits all alike.
 
     checked: before that, each graph once with digests. Its time does not count, so what has to be compiled or tuned
-    first, and the digests themselves, are in no time that does.
+    first, and the digests themselves, are in no time that does; unless there are no repeats, and it is all there is.
     Raises Interrupted for a Ctrl-C as soon as there is something to compare.
     """
 
@@ -170,17 +170,20 @@ def run_in_turns(
     topologies = [Topology(graph) for graph in graphs]
     try:
         for topology in topologies if checked else ():
-            topology.checked = made(with_digests(topology.graph), "not timed")
+            if repeats:
+                topology.checked = made(with_digests(topology.graph), "not timed")
+            else:
+                topology.trials.append(made(with_digests(topology.graph), "its only run"))
         for repeat in range(repeats):
             for topology in topologies:
                 topology.trials.append(made(topology.graph, f"{repeat + 1} of {repeats}"))
     except KeyboardInterrupt:
-        rounds = min(len(topology.trials) for topology in topologies)
-        if not rounds:
+        timed = [topology for topology in topologies if topology.trials]
+        if not timed:
             raise
-        for topology in topologies:
-            del topology.trials[rounds:]
-        raise Interrupted(topologies) from None
+        for topology in timed:
+            del topology.trials[min(len(other.trials) for other in timed) :]
+        raise Interrupted(timed) from None
     return topologies
 
 

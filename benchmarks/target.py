@@ -48,8 +48,10 @@ __all__ = [
     "Shape",
     "captured_layers",
     "exact_delta_rule",
+    "load",
     "missed",
     "operations",
+    "random_batch",
     "target",
 ]
 
@@ -152,20 +154,21 @@ class Matmuls:
         return self._a @ self._b
 
 
-def load(model: str, depth: int) -> TruncatedTarget:
+def load(model: str, depth: int, device: str = _DEVICE) -> TruncatedTarget:
     """The first `depth` layers with random weights."""
     whole = text_config(model)
     if depth > whole.num_hidden_layers - 1:
         raise BadInput(f"--layers is {depth}, {model} has {whole.num_hidden_layers}: expected fewer", "command line")
     with tempfile.TemporaryDirectory() as folder:
         shortened(whole, depth + 1).save_pretrained(folder)
-        return load_truncated(folder, None, captured_layers(depth), "bfloat16", _DEVICE, "random")
+        return load_truncated(folder, None, captured_layers(depth), "bfloat16", device, "random")
 
 
-def _batch(shape: Shape, vocabulary: int) -> tuple[Tensor, Tensor]:
+def random_batch(shape: Shape, vocabulary: int, device: str = _DEVICE) -> tuple[Tensor, Tensor]:
+    """ids [rows, tokens] and lengths [rows] without padding."""
     draw = torch.Generator().manual_seed(shape.count)
     ids = torch.randint(0, vocabulary, (shape.rows, shape.tokens), generator=draw)
-    return ids.to(_DEVICE), torch.full((shape.rows,), shape.tokens, device=_DEVICE)
+    return ids.to(device), torch.full((shape.rows,), shape.tokens, device=device)
 
 
 def errors(model: str, depth: int) -> dict[str, list[float]]:
@@ -173,7 +176,7 @@ def errors(model: str, depth: int) -> dict[str, list[float]]:
     fused = load(model, min(depth, _COMPARED))
     exact = TruncatedTarget(copy.deepcopy(fused.decoder).float(), fused.layers, plain=True)
     plain = TruncatedTarget(fused.decoder, fused.layers, plain=True)
-    batch = _batch(Shape(2, 333), fused.vocab_size)
+    batch = random_batch(Shape(2, 333), fused.vocab_size)
     with exact_delta_rule():
         expected = exact(*batch).split(fused.hidden_size, -1)
     found = {PLAIN: plain(*batch), FUSED: fused(*batch)}
@@ -203,7 +206,7 @@ def exact_delta_rule() -> Iterator[None]:
 
 def measure(fused: TruncatedTarget, plain: TruncatedTarget, shape: Shape, seconds: float, cool: float) -> Case:
     """Every way for twice so many seconds. cool: the card's matmul rate before everything."""
-    batch = _batch(shape, fused.vocab_size)
+    batch = random_batch(shape, fused.vocab_size)
     acts: dict[str, Callable[[], Tensor]] = {PLAIN: lambda: plain(*batch), FUSED: lambda: fused(*batch)}
     gib = {way: _working(act) for way, act in acts.items()}
     launched = fused(*batch)

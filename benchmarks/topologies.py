@@ -41,7 +41,7 @@ def topologies(
         typer.Argument(metavar="GRAPH... [OVERLAY]... [KEY=VALUE]...", help="graphs, then what is laid over all"),
     ],
     steps: Annotated[int | None, typer.Option(help="optimizer steps in a run (as the graph says)", min=4)] = None,
-    repeat: Annotated[int, typer.Option(help="timed runs of each graph, in turns", min=1)] = 5,
+    repeat: Annotated[int, typer.Option(help="timed runs of each graph, in turns", min=0)] = 5,
     same_devices: Annotated[bool, typer.Option("--same-devices", help="all on the GPUs that the first uses")] = False,
     rows: Annotated[
         int | None, typer.Option(help="rows of the whole training, for its time (epochs x rows of data.path)", min=1)
@@ -55,7 +55,8 @@ def topologies(
     """Compare graphs of one dataflow: speed, why, and results.
 
     They run in turns; the exit code is 1 if they computed different things. Before the timed runs each runs once for
-    what has to be compiled or tuned, and for a digest of every step.
+    what has to be compiled or tuned, and for a digest of every step. --repeat 0 takes the times of that one run, after
+    its warm-up and with the digests in it: for graphs whose runs take minutes.
 
     key=value and overlay files are laid over every graph alike. For a variant of one graph write a small file, say
     two.yaml with `extends: graphs/overlapped.yaml` and `workers: {target: {replicas: 2}}`, and name both. The same
@@ -96,7 +97,10 @@ def _measured(
     try:
         compared = run_in_turns(graphs, repeat, told, checked=True)
     except Interrupted as early:
-        return early.topologies, [], f"Stopped after {len(early.topologies[0].trials)} of {repeat} timed runs of each."
+        ran = early.topologies
+        left = ", ".join(graph.name for graph in graphs if graph not in [topology.graph for topology in ran])
+        said = f"Stopped after {len(ran[0].trials)} of {max(repeat, 1)} timed runs of each"
+        return ran, [], f"{said}{left and f', before {left}'}."
     try:
         if profile_stages:
             told("each stage alone")

@@ -69,12 +69,20 @@ class Result:
 
 class Run:
     """A plan, run once, in `folder`. `restored` goes on after a snapshot of the same dataflow. record: whether service
-    times, waits and depths are recorded.
+    times, waits and depths are recorded. take: is given every snapshot instead of its being written.
 
     Raises BadInput if the snapshot belongs to another dataflow.
     """
 
-    def __init__(self, plan: Plan, folder: Path, restored: Snapshot | None = None, *, record: bool = True) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        restored: Snapshot | None = None,
+        *,
+        record: bool = True,
+        take: Callable[[Snapshot], None] | None = None,
+    ) -> None:
         computed = dataflow(plan.graph)
         if restored is not None and (other := difference(restored.dataflow, computed)) is not None:
             raise BadInput(f"cannot go on: the snapshot is of another dataflow ({other})")
@@ -85,7 +93,7 @@ class Run:
         self._stopped: signal.Signals | None = None
         self._cancelled = False
         self._torn_down: float | None = None
-        origin = Origin(folder, restored, self._report, self._stopping.is_set)
+        origin = Origin(folder, restored, self._report, self._stopping.is_set, take)
         self._start = origin.start
         self._restored = restored.state if restored else None
         self._cursor = restored.cursor if restored else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,19 @@ def read(folder: Path) -> Snapshot:
 class Snapshots:
     """When to write: every `every` windows (None: only at the end), and at the end if anything has happened since.
 
-    Keeps the newest `keep` snapshots of this run.
+    Keeps the newest `keep` snapshots of this run. take: is given them instead, and nothing is written.
     """
 
-    def __init__(self, folder: Path, dataflow: dict[str, Any], every: int | None, keep: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dataflow: dict[str, Any],
+        every: int | None,
+        keep: int = 2,
+        take: Callable[[Snapshot], None] | None = None,
+    ) -> None:
         self.written: Path | None = None
+        self._take = take
         self._folder, self._dataflow, self._every, self._keep = folder, dataflow, every, keep
         self._unsaved: tuple[Stamp, Any] | None = None  # of the last message of the newest finished window; its cursor
 
@@ -134,6 +143,9 @@ class Snapshots:
             return
         (stamp, cursor), self._unsaved = self._unsaved, None
         snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._dataflow)
+        if self._take is not None:
+            self._take(snapshot)
+            return
         self.written = write(self._folder, snapshot)
         for old in _whole(self._folder)[: -self._keep]:
             shutil.rmtree(old)

@@ -25,13 +25,15 @@ __all__ = ["Origin", "Wiring", "wire"]
 class Origin:
     """What a run starts from and where it writes.
 
-    restored: the snapshot that is resumed. stopping: whether the source should end at the next window.
+    restored: the snapshot that is resumed. stopping: whether the source should end at the next window. take: is given
+    snapshots instead of their being written.
     """
 
     folder: Path
     restored: Snapshot | None = None
     report: Callable[[dict[str, Any]], None] = lambda metrics: None
     stopping: Callable[[], bool] = lambda: False
+    take: Callable[[Snapshot], None] | None = None
 
     @property
     def start(self) -> tuple[int, int]:
@@ -125,7 +127,8 @@ class _Wirer:
     def _snapshots(self, spec: StageSpec) -> Snapshots | None:
         if not spec.signature.stateful or spec.signature.source:
             return None
-        self.wiring.snapshots = Snapshots(self.origin.folder / "snapshots", self.dataflow, self.graph.snapshot)
+        folder, every, take = self.origin.folder / "snapshots", self.graph.snapshot, self.origin.take
+        self.wiring.snapshots = Snapshots(folder, self.dataflow, every, take=take)
         return self.wiring.snapshots
 
     def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Any], Any]]:

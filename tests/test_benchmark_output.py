@@ -113,6 +113,14 @@ def test_stopped_topologies_show_the_runs_that_all_of_them_have(
     assert [len(found["step_seconds"]) for found in kept["topologies"].values()] == [2, 2]
 
 
+@pytest.mark.parametrize(("repeat", "at"), [(1, 4), (0, 2)])
+def test_stopped_topologies_show_those_that_have_run(monkeypatch: pytest.MonkeyPatch, repeat: int, at: int) -> None:
+    monkeypatch.setattr(compare, "run", stopping(compare.run, at))
+    result = called("topologies", TOY[0], TOY[1], *FAST, "--repeat", repeat)
+    assert result.exit_code == 130
+    assert "\nStopped after 1 of 1 timed runs of each, before overlapped. sequential: " in result.output
+
+
 def test_topologies_stopped_while_stages_run_alone_show_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.topologies.alone", stopping(lambda graph: {}, 1))
     result = called("topologies", TOY[0], *FAST, "--repeat", 1, "--profile-stages")
@@ -140,7 +148,6 @@ def test_stopped_verdicts_are_of_the_graphs_so_far(tmp_path: Path, monkeypatch: 
     ("words", "what", "at"),
     [
         (["topologies", TOY[0], TOY[1], *FAST], "compare.run", 1),
-        (["topologies", TOY[0], TOY[1], *FAST], "compare.run", 4),  # only one of them has a timed run
         (["ladder", "--scale", "0.001", "--steps", "4"], "compare.run", 7),
         (["verdicts"], "verdicts.verdict_of", 1),
         (["recording", TOY[1], *FAST], "recording.step_seconds", 3),

@@ -278,6 +278,21 @@ def test_only_the_run_that_is_not_timed_makes_digests(tiny: list[str]) -> None:
     assert difference(topology.checked, replace(timed, weights="other")) is not None
 
 
+def test_a_single_run_of_each_makes_the_digests_and_is_timed(tmp_path: Path) -> None:
+    result = called("topologies", *TOY[:2], *FAST, "--repeat", 0, "--out", tmp_path)
+    assert result.exit_code == 0
+    assert re.search(r"All 2 runs computed the same: \d+ digests and the final weights are equal\.", result.output)
+    for found in json.loads((tmp_path / "topologies.json").read_text())["topologies"].values():
+        assert len(found["step_seconds"]) == 1 and found["digests"] and found["weights"]
+
+
+def test_what_is_compared_writes_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real drafter's state is tens of GB."""
+    monkeypatch.setattr("dflash_pipe.snapshot.write", None)
+    (graph,) = loaded([TOY[0], *FAST], None)
+    assert len(run(graph).weights) == 64
+
+
 def alive(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
 
