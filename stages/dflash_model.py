@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dflash_pipe import BadInput
 from stages.dflash_config import SLIDING, DrafterConfig, DrafterKeys
 from stages.dflash_masks import Attention, BlockGeometry, attend, build_mask, resolve_attention
 from stages.dflash_rope import half_rotation, inverse_frequencies, rotate, rotation
+from stages.splitmix import mix_int
 
 __all__ = [
     "DFlashModel",
@@ -283,10 +285,11 @@ def initial_parameters(
     """
     layout = parameter_layout(DFlashModel(config, device="meta"))
     flat = torch.ones(sum(slot.size for slot in layout.values()))
-    generator = torch.Generator().manual_seed(seed)
-    for slot in layout.values():
-        if len(slot.shape) == 2:
-            slot.of(flat).normal_(0.0, INIT_STD, generator=generator)
+    matrices = [slot.of(flat) for slot in layout.values() if len(slot.shape) == 2]
+    # One generator draws on one core, and for seconds where there are billions: so each matrix has its own.
+    draws = [torch.Generator().manual_seed(mix_int(mix_int(seed) + number)) for number in range(len(matrices))]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda matrix, draw: matrix.normal_(0.0, INIT_STD, generator=draw), matrices, draws))
     layout["norm.weight"].of(flat).fill_(final_norm_init)
     if feature_std is not None:
         layout["fc.weight"].of(flat).div_(_read_std(Path(feature_std), config.feature_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,8 @@ def test_initial_parameters_are_a_function_of_the_seed() -> None:
     for name, slot in layout.items():
         values = slot.of(first)
         assert (values == 1).all() if "norm" in name else 0.01 < float(values.std()) < 0.03
+    alike = [slot.of(first).flatten()[:64] for slot in layout.values() if len(slot.shape) == 2]
+    assert not any(torch.equal(a, b) for a, b in combinations(alike, 2))  # each matrix has a generator of its own
     small = initial_parameters(CONFIG, 20, final_norm_init=0.3)
     changed = (small != first).nonzero().flatten()
     norm = layout["norm.weight"]
