@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.graphs import gpus, source, with_digests
 from benchmarks.interval import Estimate, estimate
-from dflash_pipe import BadInput
+from dflash_pipe import BadInput, Stage
 from dflash_pipe.graph import Graph
 from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
@@ -126,8 +126,8 @@ def run(graph: Graph) -> Trial:
             digests[int(metrics["step"])] = str(metrics["digest"])
 
     with tempfile.TemporaryDirectory() as folder:
-        # In memory: a real drafter's state is tens of GB, which nobody reads again.
-        running = Run(plan(graph), Path(folder), take=lambda snapshot: weights.append(_digest(snapshot.state)))
+        # A real drafter's state is tens of GB, which nobody would read again.
+        running = Run(plan(graph), Path(folder), take=lambda stage: weights.append(_state_digest(stage)))
         running.on_report = keep
         with contextlib.redirect_stdout(io.StringIO()):  # stages tell how to use what lies in the folder
             result = running.execute()
@@ -185,6 +185,10 @@ def run_in_turns(
             del topology.trials[min(len(other.trials) for other in timed) :]
         raise Interrupted(timed) from None
     return topologies
+
+
+def _state_digest(stage: Stage) -> str:
+    return stage.state_digest() if hasattr(stage, "state_digest") else _digest(stage.state())
 
 
 def _digest(state: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ of the cool card stands beside it.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.compare import clear
 from benchmarks.machine import Out, described, keep
 from benchmarks.target import Matmuls, settled, timed
 from benchmarks.terminal import output
@@ -86,7 +86,7 @@ class Goal:
         pairs = (
             (self.seconds, found.seconds, 1, "s"),
             (self.gib, found.gib, 1, "GiB"),
-            (self.share, found.cool, -1, "of the matmul rate"),
+            (self.share, found.cool, -1, "of the cool card's matmul rate"),
         )
         return [
             f"{value:.3g} {unit} (goal {goal:g})"
@@ -158,7 +158,7 @@ class Step:
 
 def measure(case: Case, attention: str, seconds: float, rates: tuple[float, float], error: float) -> Measured:
     """One side. rates: operations a second of matmuls, on the settled and on the cool card."""
-    _clean()
+    clear()
     step = Step(case, attention=attention)
     step()
     first = step.gradient()
@@ -168,7 +168,7 @@ def measure(case: Case, attention: str, seconds: float, rates: tuple[float, floa
         same &= torch.equal(step.gradient(), first)
     del first
     step()
-    _clean()
+    clear()
     torch.cuda.reset_peak_memory_stats()
     took = settled(step, seconds)
     gib = torch.cuda.max_memory_allocated() / 2**30
@@ -176,17 +176,12 @@ def measure(case: Case, attention: str, seconds: float, rates: tuple[float, floa
     return Measured(took, tflops, step.work / took / settled_rate, step.work / took / cool_rate, gib, error, same)
 
 
-def _clean() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def errors(case: Case) -> dict[str, float]:
     """path -> relative error of the whole gradient, against the plain path in float32 on the same numbers."""
     small = Case(case.sizes, rows=1, length=512, anchors=32)
     found = {}
     for name, attention in _PATHS.items():
-        _clean()
+        clear()
         step = Step(small, num_layers=_SHALLOW, attention=attention)
         step()
         found[name], frozen = step.gradient(), step.stage.frozen

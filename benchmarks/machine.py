@@ -20,7 +20,9 @@ from dflash_pipe import BadInput
 
 __all__ = ["Out", "cores", "described", "keep", "processor", "record"]
 
-_PACKAGES = ("dflash-pipe", "janus", "numpy", "pyarrow", "torch", "transformers", "triton", "datasets")
+_PACKAGES = (
+    "dflash-pipe", "janus", "numpy", "pyarrow", "torch", "transformers", "triton", "flash-linear-attention", "datasets",
+)  # fmt: skip
 
 
 def processor() -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
 import re
 import statistics
 import sys
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.compare import clear
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output
 from dflash_pipe import BadInput
@@ -85,7 +85,7 @@ class Shape:
         return self.rows * self.tokens
 
 
-# Share of the matmul rate that a CUDA graph of the fused layers is to reach.
+# Share of the cool card's matmul rate that a CUDA graph of the fused layers is to reach.
 GOALS = {Shape(3, 2000): 0.80, Shape(8, 2048): 0.80, Shape(1, 512): 0.50}
 
 
@@ -210,11 +210,11 @@ def measure(fused: TruncatedTarget, plain: TruncatedTarget, shape: Shape, second
     acts: dict[str, Callable[[], Tensor]] = {PLAIN: lambda: plain(*batch), FUSED: lambda: fused(*batch)}
     gib = {way: _working(act) for way, act in acts.items()}
     launched = fused(*batch)
-    _clean()
+    clear()
     before = torch.cuda.memory_reserved()
     graphs = TruncatedTarget(fused.decoder, fused.layers)
     graphs.prepare([(shape.rows, shape.tokens)])
-    _clean()
+    clear()
     gib[GRAPH] = (torch.cuda.memory_reserved() - before) / 2**30
     acts[GRAPH] = lambda: graphs(*batch)
     same = torch.equal(launched, acts[GRAPH]())
@@ -236,11 +236,6 @@ def _working(act: Callable[[], Tensor]) -> float:
     torch.cuda.reset_peak_memory_stats()
     act()
     return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
-def _clean() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # --- the command
@@ -269,7 +264,7 @@ def target(
         make_thread_safe()
         keep_tuning(tuning_file(Path(folder)), torch.cuda.get_device_name())
         wrong = errors(model, layers)
-        _clean()
+        clear()
         fused = load(model, layers)
         plain = TruncatedTarget(fused.decoder, fused.layers, plain=True)
         console.print(
@@ -278,7 +273,7 @@ def target(
         console.print(f"matmul rate of the cool card {cool / 1e12:.0f} TFLOP/s", highlight=False)
         cases = {}
         for shape in chosen:
-            _clean()
+            clear()
             cases[shape] = measure(fused, plain, shape, seconds, cool)
             _print(console, shape, cases[shape])
     for way, each in wrong.items():
@@ -303,8 +298,8 @@ def missed(cases: dict[Shape, Case], model: str, wrong: dict[str, list[float]]) 
         lines.append("missed: the fused layers' error is larger than that of transformers")
     for shape, case in cases.items():
         goal, found = GOALS.get(shape, 0.0), case.ways[GRAPH]
-        if model == _STATED and found.share < goal:
-            lines.append(f"{shape}: missed: {found.share:.3f} of the matmul rate (goal {goal:g})")
+        if model == _STATED and found.cool < goal:
+            lines.append(f"{shape}: missed: {found.cool:.3f} of the cool card's matmul rate (goal {goal:g})")
     return lines
 
 

@@ -33,7 +33,7 @@ from dflash_pipe.plan import Plan
 from dflash_pipe.profile import Profile
 from dflash_pipe.recording import Recording
 from dflash_pipe.snapshot import Snapshot
-from dflash_pipe.stage import Source
+from dflash_pipe.stage import Source, Stage
 from dflash_pipe.stall import Watchdog
 from dflash_pipe.stats import View, be, shares
 from dflash_pipe.trace import Timeline
@@ -69,7 +69,8 @@ class Result:
 
 class Run:
     """A plan, run once, in `folder`. `restored` goes on after a snapshot of the same dataflow. record: whether service
-    times, waits and depths are recorded. take: is given every snapshot instead of its being written.
+    times, waits and depths are recorded. take: is given the stage with the
+    state whenever a snapshot of it would be written, and none is.
 
     Raises BadInput if the snapshot belongs to another dataflow.
     """
@@ -81,7 +82,7 @@ class Run:
         restored: Snapshot | None = None,
         *,
         record: bool = True,
-        take: Callable[[Snapshot], None] | None = None,
+        take: Callable[[Stage], None] | None = None,
     ) -> None:
         computed = dataflow(plan.graph)
         if restored is not None and (other := difference(restored.dataflow, computed)) is not None:

@@ -115,7 +115,7 @@ def read(folder: Path) -> Snapshot:
 class Snapshots:
     """When to write: every `every` windows (None: only at the end), and at the end if anything has happened since.
 
-    Keeps the newest `keep` snapshots of this run. take: is given them instead, and nothing is written.
+    Keeps the newest `keep` snapshots of this run. take: is given the stage instead, and nothing is written.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Snapshots:
         dataflow: dict[str, Any],
         every: int | None,
         keep: int = 2,
-        take: Callable[[Snapshot], None] | None = None,
+        take: Callable[[Stage], None] | None = None,
     ) -> None:
         self.written: Path | None = None
         self._take = take
@@ -142,10 +142,10 @@ class Snapshots:
         if self._unsaved is None:
             return
         (stamp, cursor), self._unsaved = self._unsaved, None
-        snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._dataflow)
         if self._take is not None:
-            self._take(snapshot)
+            self._take(stage)
             return
+        snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._dataflow)
         self.written = write(self._folder, snapshot)
         for old in _whole(self._folder)[: -self._keep]:
             shutil.rmtree(old)

@@ -105,6 +105,9 @@ class Stage:
         def state(self) -> dict[str, Any]:
             """numpy arrays and JSON values, flat; at most one stage of a graph has a state."""
 
+        def state_digest(self) -> str:
+            """A text that differs wherever `state` does, where that is quicker than copying the state."""
+
         def restore(self, state: dict[str, Any]) -> None:
             """Take over what `state` returned; called after open."""
 

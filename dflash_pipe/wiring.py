@@ -15,7 +15,7 @@ from dflash_pipe.joins import Joins, credit_gates, turn_gates
 from dflash_pipe.plan import Plan, RoutePlan, StationPlan, WorkerPlan
 from dflash_pipe.route import Blocking, Local, Outlet, Suspending
 from dflash_pipe.snapshot import Snapshot, Snapshots
-from dflash_pipe.stage import Context
+from dflash_pipe.stage import Context, Stage
 from dflash_pipe.worker import Feed, Station, Worker
 
 __all__ = ["Origin", "Wiring", "wire"]
@@ -26,14 +26,14 @@ class Origin:
     """What a run starts from and where it writes.
 
     restored: the snapshot that is resumed. stopping: whether the source should end at the next window. take: is given
-    snapshots instead of their being written.
+    the stage with the state instead of a snapshot of it being written.
     """
 
     folder: Path
     restored: Snapshot | None = None
     report: Callable[[dict[str, Any]], None] = lambda metrics: None
     stopping: Callable[[], bool] = lambda: False
-    take: Callable[[Snapshot], None] | None = None
+    take: Callable[[Stage], None] | None = None
 
     @property
     def start(self) -> tuple[int, int]:

@@ -335,6 +335,8 @@ class Worker:
 
     def _doing(self, station: Station, what: str, stamp: Stamp | None = None) -> None:
         if station.plan.device != self._device:
+            if self._device is not None:  # one stage after the other, on several devices too
+                self._transport.finish(self._device)
             self._device = station.plan.device
             self._transport.enter(self._device)
         at = f" message {stamp.index} of window {stamp.window}" if stamp is not None else ""

@@ -84,6 +84,25 @@ def test_where_others_wait_for_its_end_it_is_the_end_on_the_device(
         assert waits(log, device) == ({"finish"} if device in finished else {"follow"})
 
 
+ONE = (
+    LINE.partition("workers:")[0]
+    + """
+workers:
+  main: {stages: [count, step, collect], device: {"*": "gpu:0", collect: "gpu:1"}}
+"""
+)
+
+
+def test_a_worker_of_two_devices_finishes_on_one_before_it_turns_to_the_other(tmp_path: Path) -> None:
+    """Otherwise its stages would overlap by a message, and a forecast of one after the other would be wrong."""
+    LOG.clear()
+    executed(run_of(tmp_path, ONE))
+    computed = [entry for entry in LOG if entry[0] in ("follow", "finish")]
+    turns = [("follow", "gpu:0"), ("finish", "gpu:0"), ("follow", "gpu:1"), ("finish", "gpu:1")]
+    begin = computed.index(turns[0])
+    assert computed[begin : begin + 16] == turns * 4
+
+
 def test_the_sender_is_told_where_a_payload_goes(noted: Any) -> None:
     assert {entry[1:] for entry in noted() if entry[0] == "send"} == {("cpu", "gpu:0"), ("gpu:0", "gpu:1")}
 

@@ -52,7 +52,7 @@ def test_goals() -> None:
     assert Goal(seconds=0.5, gib=30, share=0.8).missed(FOUND) == []
     slow = dataclasses.replace(FOUND, seconds=0.6, gib=36.0, cool=0.7)
     assert Goal(seconds=0.55, gib=35, share=0.75).missed(slow) == [
-        "0.6 s (goal 0.55)", "36 GiB (goal 35)", "0.7 of the matmul rate (goal 0.75)"
+        "0.6 s (goal 0.55)", "36 GiB (goal 35)", "0.7 of the cool card's matmul rate (goal 0.75)"
     ]  # fmt: skip
 
 

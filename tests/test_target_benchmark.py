@@ -37,7 +37,8 @@ def test_shapes_are_read_or_refused():
 
 
 def case(share, same=True):
-    return Case({GRAPH: Measured(1.0, 1.0, share, 0.1, 1.0)}, 1.0, same)
+    """Of the cool card's rate; of that of a card that has slowed down it is always more."""
+    return Case({GRAPH: Measured(1.0, 1.0, 1.2 * share, share, 1.0)}, 1.0, same)
 
 
 def test_what_is_missed_is_said():
