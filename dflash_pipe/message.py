@@ -36,6 +36,9 @@ class Stamp:
     slot: int
     last: bool
 
+    def __str__(self) -> str:
+        return f"message {self.index} of window {self.window}"
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

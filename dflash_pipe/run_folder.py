@@ -18,10 +18,12 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from dflash_pipe.errors import BadInput
+from dflash_pipe.snapshot import has_snapshot
 
 __all__ = ["RunFolder", "fresh"]
 
 _LONGEST = 100  # characters of a run's name
+_LOCK = ".lock"  # whoever uses the folder holds it; it stays, as the sign of a run's folder
 
 
 def fresh(root: Path, name: str, *, chosen: bool) -> Path:
@@ -32,7 +34,8 @@ def fresh(root: Path, name: str, *, chosen: bool) -> Path:
     if not path.exists() or (chosen and _has_nothing(path)):
         return path
     if chosen:
-        raise BadInput(f"{path} exists already: choose another name=, or go on with --resume {path}")
+        go_on = f", or go on with --resume {path}" if has_snapshot(path) else " (it has no snapshot to go on from)"
+        raise BadInput(f"{path} exists already: choose another name={go_on}")
     number = 2
     while (root / f"{name}-{number}").exists():
         number += 1
@@ -40,12 +43,14 @@ def fresh(root: Path, name: str, *, chosen: bool) -> Path:
 
 
 def _has_nothing(path: Path) -> bool:
-    """Whether a run failed there before it made anything: its name is free again."""
-    made = {file.name for file in path.iterdir()} if path.is_dir() else {"a file"}
-    metrics = path / "metrics.jsonl"
-    return made <= {".lock", "graph.yaml", "log.txt", "metrics.jsonl"} and not (
-        metrics.exists() and metrics.stat().st_size
-    )
+    """Whether it is empty, or a run failed there before its first result: its name is free again. What else its stages
+    have put there, such as a cache, says nothing and stays."""
+    if not path.is_dir():
+        return False
+    results = (path / "metrics.jsonl", path / "profile.json")
+    if has_snapshot(path) or any(file.exists() and file.stat().st_size for file in results):
+        return False
+    return (path / _LOCK).exists() or not any(path.iterdir())
 
 
 class RunFolder:
@@ -55,7 +60,7 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (path / ".lock").open("a")
+            self._lock: IO[str] = (path / _LOCK).open("a")
         except OSError as error:
             raise BadInput(f"{path}: cannot be used as a run folder ({error.strerror})") from error
         try:

@@ -69,8 +69,7 @@ class Result:
 
 class Run:
     """A plan, run once, in `folder`. `restored` goes on after a snapshot of the same dataflow. record: whether service
-    times, waits and depths are recorded. take: is given the stage with the
-    state whenever a snapshot of it would be written, and none is.
+    times, waits and depths are recorded. take: is given the stage with the state instead of a snapshot being written.
 
     Raises BadInput if the snapshot belongs to another dataflow.
     """

@@ -321,9 +321,7 @@ class Worker:
         missing there, and then raise BrokenChannel."""
         if not outlets:
             return
-        self.activity.place = (
-            f"{station.plan.stage} send message {message.stamp.index} of window {message.stamp.window}"
-        )
+        self.activity.place = f"{station.plan.stage} send {message.stamp}"
         broken: BrokenChannel | None = None
         for outlet in outlets:
             try:
@@ -335,12 +333,11 @@ class Worker:
 
     def _doing(self, station: Station, what: str, stamp: Stamp | None = None) -> None:
         if station.plan.device != self._device:
-            if self._device is not None:  # one stage after the other, on several devices too
+            if self._device:  # one stage after the other, on several devices too
                 self._transport.finish(self._device)
             self._device = station.plan.device
             self._transport.enter(self._device)
-        at = f" message {stamp.index} of window {stamp.window}" if stamp is not None else ""
-        self.activity.place = f"{station.plan.stage} {what}{at}"
+        self.activity.place = f"{station.plan.stage} {what}{f' {stamp}' if stamp else ''}"
 
 
 def drive(coroutine: Coroutine[Any, Any, None]) -> None:

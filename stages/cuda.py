@@ -10,6 +10,7 @@ stream reads is recorded on that stream (`Tensor.record_stream`), and then it is
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from stages.tensors import mapped, tensors
 
-__all__ = ["Lane", "Sent", "Streams", "moment"]
+__all__ = ["CopyStreams", "Sent", "Streams", "moment"]
+
+log = logging.getLogger("dflash_pipe")
 
 
 class Streams:
@@ -29,6 +32,8 @@ class Streams:
         """staged: copies between two GPUs go through the host, also where these could reach each other."""
         self._staged = staged
         self._own = threading.local()
+        self._apart: set[frozenset[str]] = set()  # pairs of GPUs that it was said of
+        self._saying = threading.Lock()
 
     def of(self, device: str) -> torch.cuda.Stream:
         """The calling thread's stream on `device`."""
@@ -37,12 +42,26 @@ class Streams:
             streams[device] = torch.cuda.Stream(device)
         return streams[device]
 
-    def lane(self, source: str, target: str) -> Lane:
-        """The calling thread's way from one device to another."""
-        lanes: dict[tuple[str, str], Lane] = self._own.__dict__.setdefault("lanes", {})
-        if (source, target) not in lanes:
-            lanes[source, target] = Lane(source, target, staged=self._staged)
-        return lanes[source, target]
+    def copies(self, source: str, target: str) -> CopyStreams:
+        """The calling thread's streams for copies from one device to another."""
+        made: dict[tuple[str, str], CopyStreams] = self._own.__dict__.setdefault("copies", {})
+        if (source, target) not in made:
+            made[source, target] = CopyStreams(source, target, direct=self._direct(source, target))
+        return made[source, target]
+
+    def _direct(self, source: str, target: str) -> bool:
+        """Whether copies go from GPU to GPU. Where they cannot, it is said once for each pair."""
+        if self._staged or "cpu" in (source, target):
+            return False
+        if torch.cuda.can_device_access_peer(source, target):
+            return True
+        pair = frozenset((source, target))
+        with self._saying:
+            new = pair not in self._apart
+            self._apart.add(pair)
+        if new:
+            log.warning("%s and %s cannot reach each other's memory: copies go through the host", *sorted(pair))
+        return False
 
     def follow(self, device: str) -> None:
         """Wait until `device` has done what the calling thread had given it when it called this the last time."""
@@ -83,19 +102,17 @@ class Sent:
         return self.payload
 
 
-class Lane:
-    """The way from one device to another: a stream on each that is a GPU. The copy between two GPUs is ordered on both.
+class CopyStreams:
+    """For copies from one device to another: a stream on each that is a GPU. One between two GPUs is ordered on both.
 
-    Where the GPUs cannot reach each other's memory, the way leads through pinned memory of the host.
+    direct: from GPU to GPU; otherwise the copy between two GPUs leads through pinned memory of the host.
     """
 
-    def __init__(self, source: str, target: str, *, staged: bool) -> None:
+    def __init__(self, source: str, target: str, *, direct: bool) -> None:
         self._source, self._target = torch.device(source), torch.device(target)
         self._out = None if source == "cpu" else torch.cuda.Stream(source)
         self._into = None if target == "cpu" else torch.cuda.Stream(target)
-        self._direct = bool(self._out and self._into) and not staged
-        if self._direct and not torch.cuda.can_device_access_peer(source, target):
-            self._direct = False
+        self._direct = direct
 
     def begin(self, payload: Any, ready: torch.cuda.Event | None) -> tuple[Any, torch.cuda.Event]:
         """Start copying what of the payload lies on the source, after the event `ready`; returns at once, with the

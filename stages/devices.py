@@ -63,9 +63,15 @@ class DeviceTransport(Transport):
         """What was sent, with copies to `to` begun of all that lies elsewhere."""
         payload, ready = sent.payload, [(device, event) for device, event in sent.ready if device == to]
         for source in sorted(_devices(payload) - {to}):
-            payload, event = self._streams.lane(source, to).begin(payload, dict(sent.ready).get(source))
+            payload, event = self._streams.copies(source, to).begin(payload, dict(sent.ready).get(source))
             ready.append((to, event))
         return Sent(payload, tuple(ready))
+
+    def through_host(self, device: str, to: str) -> bool:
+        """As `stages.cuda.Lane` does it."""
+        if device == to or to == "cpu":
+            return False
+        return device == "cpu" or self.staged or not torch.cuda.can_device_access_peer(device, to)
 
     def follow(self, device: str) -> None:
         if device != "cpu":

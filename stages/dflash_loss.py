@@ -164,14 +164,24 @@ def dpace_weights(cross_entropy: Tensor, valid: Tensor, alpha: float, kind: Dpac
     """Weights by how far a block would be accepted. cross_entropy, valid: [..., b], slot 0 never valid.
 
     q_k = (1 - alpha) p_k + alpha with p_k the label's probability (q = 1 where a slot is not valid);
-    P_k = q_1 ... q_k; the weight of a valid slot is by `kind`: the sum of P_j over valid j >= k, P_k, or the quotient.
+    P_k = q_1 ... q_k; the weight of a valid slot is by `kind`: the sum of P_j over valid j >= k, P_k, or the quotient
+    of the two, R_k = [k valid] + q_(k+1) R_(k+1). It is made so, because P_k may underflow to 0.
     """
     smoothed = ((1.0 - alpha) * torch.exp(-cross_entropy) + alpha).where(valid, 1.0)
+    if kind == "ratio":
+        return _ratios(smoothed, valid.to(smoothed.dtype)) * valid
     prefix = smoothed.cumprod(-1)
     if kind == "prefix":
         return prefix * valid
-    suffix = (prefix * valid).flip(-1).cumsum(-1).flip(-1) * valid
-    return suffix if kind == "suffix" else suffix / prefix
+    return (prefix * valid).flip(-1).cumsum(-1).flip(-1) * valid
+
+
+def _ratios(smoothed: Tensor, valid: Tensor) -> Tensor:
+    """R_k of `dpace_weights`, from the last slot to the first. Both [..., b], of one dtype."""
+    ratios = valid.clone()
+    for k in range(valid.shape[-1] - 2, -1, -1):
+        ratios[..., k].addcmul_(smoothed[..., k + 1], ratios[..., k + 1])
+    return ratios
 
 
 class Sums:

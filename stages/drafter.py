@@ -90,15 +90,19 @@ class DrafterStep(ArchitectureKeys, Stage):
         gamma = auto_gamma(self.block_size) if self.gamma == "auto" else self.gamma
         return LossConfig(self.loss, gamma, self.alpha, self.dpace)
 
+    def _resolved(self, device: torch.device, head_dim: int) -> tuple[Attention, int]:
+        """The attention, and how many rows meet the head at once."""
+        chunk = self.ce_chunk or _CHUNK.get(device.type, _CHUNK["cuda"])
+        return resolve_attention(self.attention, device, head_dim), chunk
+
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
         """Weights, the frozen matrices, one step of the largest micro-batch, and the gradient sums that it sends."""
         config, dtype = self.architecture().sizes(), resolve_dtype(self.dtype, ctx.device)
         matrices = 1 if text_config(self.target, self.revision).tie_word_embeddings else 2
         frozen = matrices * config.vocab_size * config.hidden_size * dtype.itemsize
-        chunk = self.ce_chunk or _CHUNK.get(torch.device(ctx.device).type, _CHUNK["cuda"])
         shapes = told["features"] or []
         parameters = parameter_count(config)
-        attention = resolve_attention(self.attention, torch.device(ctx.device), config.head_dim)
+        attention, chunk = self._resolved(torch.device(ctx.device), config.head_dim)
         fused, dense = attention == "fused", attention in ("sdpa", "eager")
         step = drafter_step_bytes(config, shapes, self.num_anchors, dtype, fused=fused, dense=dense)
         logits = dtype.itemsize + (0 if fused else 4)  # and their probabilities, in float32
@@ -121,15 +125,15 @@ class DrafterStep(ArchitectureKeys, Stage):
         self._flat = flatten(self._model, self._device, dtype)
         self.frozen = load_frozen(self.target, self.revision, dtype, self._device, self.weights)
         self._loss = self._loss_config()
-        self._attention = resolve_attention(self.attention, self._device, self.config.head_dim)
+        self._attention, self._chunk = self._resolved(self._device, self.config.head_dim)
         self._plain = self._attention != "fused"
-        self._chunk = self.ce_chunk or _CHUNK.get(self._device.type, _CHUNK["cuda"])
         self._mine = range(ctx.replica, self.partials, ctx.replicas)
         self._step: int | None = None
         if ctx.replica == 0:
             layers = ", ".join(map(str, self.config.target_layer_ids))
             mask = self.config.mask_token_id
-            print(f"drafter: {self._flat.size:,} parameters, MASK is token {mask}, target layers {layers}")
+            size = f"{self._flat.size:,} parameters"
+            print(f"drafter: {size}, MASK is token {mask}, target layers {layers}, {self._attention} attention")
         if self._device.type == "cuda":
             self._warm_up()
         self._begin_window()

@@ -112,11 +112,11 @@ class AdamW(Stage):
         metrics: dict[str, Any] = sums.metrics()
         if self.digest:
             metrics["digest"] = digest(gradient)
-        weight = float(sums.weight)
         metrics["lr"] = learning_rate(self.lr, self.warmup, before, after)
-        if weight == 0.0:
+        if not float(sums.counts.sum()):  # the weight may be above zero all the same: D-PACE's counts sequences
             self._counters["empty"] += 1
             return self._publish(metrics | {"grad_norm": 0.0})
+        weight = float(sums.weight)
         metrics["grad_norm"] = norm = float(torch.linalg.vector_norm(gradient)) / weight
         if not (math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])):
             return self._not_finite(metrics)
@@ -167,6 +167,11 @@ class AdamW(Stage):
         """float32 masters and moments [P], the counters, and the drafter's numbers, so that `restore` can compare."""
         arrays = {name: flat.to("cpu", copy=True).numpy() for name, flat in self._flats.items()}
         return {**arrays, **self._counters, "drafter": _plain(self.config)}
+
+    def state_digest(self) -> str:
+        """Of the masters, the moments and the counters, made where they are: copying them takes many seconds."""
+        counters = "-".join(str(self._counters[name]) for name in _COUNTERS)
+        return "".join(digest(self._flats[name]) for name in _FLAT) + f"-{counters}"
 
     def restore(self, state: dict[str, Any]) -> None:
         """Raises BadInput for a state of another drafter, or one that is not complete."""

@@ -19,6 +19,7 @@ from dflash_pipe import BadInput, Context, Stage
 from stages.messages import Conversations, TokenRows
 from stages.model_source import load_tokenizer
 from stages.target_model import Dtype, load_full
+from stages.tuning import prepare_kernels
 
 __all__ = ["Regenerate"]
 
@@ -78,6 +79,7 @@ class Regenerate(Stage):
         if self.thinking is not None and "enable_thinking" not in str(template):
             raise BadInput(f"thinking: the chat template of target {self.model!r} has no such switch; leave it out")
         self._model = load_full(self.model, self.revision, self.dtype, ctx.device)
+        prepare_kernels(ctx)
         longest = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and self.max_prompt_tokens + self.max_new_tokens > longest:
             raise BadInput(

@@ -8,13 +8,12 @@ from typing import Any, Literal
 import torch
 
 from dflash_pipe import BadInput, Context, Footprint, Stage
-from stages.autotune import make_thread_safe
 from stages.footprints import feature_bytes, forward_bytes
 from stages.messages import FeatureBatch, TokenBatch
 from stages.model_source import Weights, text_config
 from stages.sized_models import refuse_weights
 from stages.target_model import Dtype, load_truncated, resolve_dtype, resolve_layers, weight_count
-from stages.tuning import keep_tuning, tuning_file
+from stages.tuning import prepare_kernels
 
 __all__ = ["TargetForward"]
 
@@ -90,9 +89,7 @@ class TargetForward(Stage):
         self._target = load_truncated(*where, plain=plain)
         self._checked = False
         on_gpu, more = ctx.device.startswith("cuda"), ""
-        if on_gpu:
-            make_thread_safe()
-            keep_tuning(tuning_file(ctx.folder), torch.cuda.get_device_name(ctx.device))
+        prepare_kernels(ctx)
         if self.packed:
             self._target.pack()
         elif on_gpu:

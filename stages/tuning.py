@@ -24,13 +24,17 @@ import os
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dflash_pipe import BadInput
+import torch
+
+from dflash_pipe import BadInput, Context
 from stages import autotune
 
-__all__ = ["FILE_NAME", "TunedConfigs", "keep_tuning", "tuning_file"]
+__all__ = ["FILE_NAME", "TunedConfigs", "keep_tuning", "prepare_kernels", "tuning_file"]
 
 FILE_NAME = "tuning.json"
 _VARIABLE = "DFLASH_PIPE_TUNING"
@@ -43,7 +47,19 @@ Rows: TypeAlias = dict[tuple[Kernel, Key], Config]
 
 log = logging.getLogger("dflash_pipe")
 _current: TunedConfigs | None = None
+_models: list[str] = []  # of the GPUs that this process has tuned for, the first one first
 _opening = threading.Lock()
+
+
+def prepare_kernels(ctx: Context) -> None:
+    """Make a target's autotuned kernels safe for threads, and keep in the run's file what is tuned; on a CPU nothing.
+
+    Every stage that loads a target calls it when it opens, on its own thread, with the model loaded. Raises `BadInput`
+    as `keep_tuning` does.
+    """
+    if ctx.device.startswith("cuda"):
+        autotune.make_thread_safe()
+        keep_tuning(tuning_file(ctx.folder), torch.cuda.get_device_name(ctx.device))
 
 
 def tuning_file(folder: Path) -> Path:
@@ -56,11 +72,12 @@ def keep_tuning(file: Path, gpu: str) -> TunedConfigs | None:
 
     gpu: the name of the GPU that tunes. A file that was made on another GPU, or with another version of Triton or
     flash-linear-attention, is refused in one line and left as it is: None is returned, and nothing is kept.
-    Raises `BadInput` for a file that is no such file.
+    All GPUs of a process run the same configurations, so the first name stands for them all; another is said once.
+    Raises `BadInput` for a file that is no such file, or cannot be written.
     """
     global _current
     with _opening:
-        made_with = _versions(gpu)
+        made_with = _versions(_first_model(gpu))
         if _current is not None and (_current.file, _current.made_with) == (file, made_with):
             return _current
         _current = None
@@ -76,10 +93,28 @@ def keep_tuning(file: Path, gpu: str) -> TunedConfigs | None:
                 _VARIABLE,
             )
             return None
+        _refuse_unwritable(file)
         _current = TunedConfigs(file, made_with, found[1] if found else {})
         autotune.keep_in(_current)
     _current.begin()
     return _current
+
+
+def _first_model(gpu: str) -> str:
+    """The GPU whose configurations this process holds: the keys under which Triton files them name no device."""
+    if gpu in _models:
+        return _models[0]
+    _models.append(gpu)
+    first = _models[0]
+    if gpu != first:
+        log.warning(
+            "%s and %s in one process: Triton's autotuned kernels run on both with what was tuned on either of them, "
+            "and it is kept as what was tuned on %s (in a run of its own, each tunes for itself)",
+            first,
+            gpu,
+            first,
+        )
+    return first
 
 
 class TunedConfigs:
@@ -93,6 +128,7 @@ class TunedConfigs:
         for ((name, source), key), config in rows.items():
             self._loaded[name].append((source, key, config))
         self._told: set[str] = set()
+        self._kept = True  # until it cannot be written any more
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -131,13 +167,20 @@ class TunedConfigs:
         self._take(_autotuners())
 
     def _take(self, kernels: list[Any]) -> None:
+        """A failure to write ends no run: it is said once, and nothing is kept from then on."""
         with self._lock:
+            if not self._kept:
+                return
             before = len(self._rows)
             for kernel in kernels:
                 for key, config in dict(kernel.cache).items():
                     self._note(kernel, key, config)
-            if len(self._rows) > before:
-                self._write()
+            try:
+                if len(self._rows) > before:
+                    self._write()
+            except BadInput as error:
+                self._kept = False
+                log.warning("what is tuned from now on is not kept: %s", error)
 
     def _note(self, kernel: Any, key: Key, config: Any) -> None:
         plain_key, plain_config = _plain(key), _plain(config.all_kwargs())
@@ -153,9 +196,7 @@ class TunedConfigs:
 
     def _write(self) -> None:
         """What other processes have written meanwhile stays. A kill leaves the old file or the new one."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.with_name(f".{self.file.name}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _writing(self.file) as new:
             found = _read(self.file)
             if found is not None and found[0] != self.made_with:
                 self._tell("another process", f"has written what was tuned with {_said(found[0])}: nothing is kept")
@@ -165,13 +206,34 @@ class TunedConfigs:
                 {"kernel": kernel, "source": source, "key": _plain(key), "config": config}
                 for ((kernel, source), key), config in rows.items()
             ]
-            new = self.file.with_name(f"{self.file.name}.tmp")
             lines = ",\n".join(json.dumps(row) for row in sorted(listed, key=lambda row: json.dumps(row)))
             new.write_text(f'{{"made_with": {json.dumps(self.made_with)},\n"tuned": [\n{lines}\n]}}\n')
             new.replace(self.file)
 
 
 # --- the file
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[Path]:
+    """The file beside it that is to take its place, while no other process writes. Raises `BadInput`."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.with_name(f".{file.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield file.with_name(f"{file.name}.tmp")
+    except OSError as error:
+        why = error.strerror or error
+        raise BadInput(
+            f"tuned configurations cannot be written here ({why}); name another file in {_VARIABLE}", str(file)
+        ) from error
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """By trying it, before anything is computed."""
+    with _writing(file) as new:
+        new.write_text("{}")
+        new.unlink()
 
 
 def _versions(gpu: str) -> dict[str, str | None]:

@@ -267,6 +267,33 @@ def test_a_run_that_failed_before_it_made_anything_leaves_its_name_free(tmp_path
     assert called(*command, TOY / "overlapped.yaml") == 2, "that name is taken now"
 
 
+def test_a_run_that_failed_before_its_first_snapshot_is_begun_again_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its stages had written by then; with metrics, its name is taken, and nobody is sent to --resume."""
+    failing = ('stages.target.use="tests.pipeline:HookedTarget"', "name=first", "credits={messages: 1}", *QUICK)
+    command = ["run", "--plain", "--runs", tmp_path, TOY / "overlapped.yaml", *failing]
+    folder = tmp_path / "first"
+
+    def fail_at(last: int) -> None:
+        def boom(index: int) -> None:
+            (folder / "tuning.json").write_text("{}")
+            if index == last:
+                raise ArithmeticError("boom")
+
+        HOOKS["target"] = boom
+
+    for index in (0, 8):  # before the first step, and after two
+        fail_at(index)
+        assert called(*command) == 1, capsys.readouterr().err
+    capsys.readouterr()
+    assert called(*command) == 2
+    said = capsys.readouterr().err
+    assert said == f"{folder} exists already: choose another name= (it has no snapshot to go on from)\n"
+    assert called("run", "--plain", "--resume", folder) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+
+
 def test_metrics_of_steps_that_are_computed_again_are_taken_out(tmp_path: Path) -> None:
     command = ["run", "--plain", "--runs", tmp_path, "name=again", TOY / "overlapped.yaml", "snapshot=2"]
     assert called(*command) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from stages.cuda import Streams
 from stages.devices import DeviceTransport
 from stages.tensors import mapped
 
@@ -37,7 +39,7 @@ def test_a_payload_without_tensors_stays_what_it_is():
     assert DeviceTransport().on_receive((plain,), "cpu") == (plain,)
 
 
-class Lanes:
+class FakeStreams:
     """What a transport asks of its streams, noted; "meta" stands for a GPU, whose tensors have shapes only."""
 
     def __init__(self) -> None:
@@ -46,8 +48,8 @@ class Lanes:
     def of(self, device: str) -> Any:
         return Stream(device, self.waited)
 
-    def lane(self, source: str, target: str) -> Any:
-        return Way(source, target)
+    def copies(self, source: str, target: str) -> Any:
+        return FakeCopies(source, target)
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Stream:
 
 
 @dataclass
-class Way:
+class FakeCopies:
     source: str
     target: str
 
@@ -91,7 +93,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     HOST.clear()
     made = DeviceTransport()
-    made._streams = Lanes()  # type: ignore[assignment]
+    made._streams = FakeStreams()  # type: ignore[assignment]
     return made
 
 
@@ -121,3 +123,25 @@ def test_inside_a_worker_it_is_brought_as_well(transport: Any) -> None:
     assert [str(tensor.device) for tensor in received] == ["meta", "meta"]
     there = [torch.zeros(3, device="meta")]
     assert transport.on_receive(there, "meta") is there
+
+
+def asked(streams: Streams, *pairs: tuple[str, str]) -> None:
+    """Two workers, each with streams of its own, copy between these devices."""
+    for _ in range(2):
+        worker = threading.Thread(target=lambda: [streams.copies(*pair) for pair in pairs])
+        worker.start()
+        worker.join()
+
+
+def test_copies_that_must_go_through_the_host_are_said_once_a_pair(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    apart = {"cuda:0", "cuda:2"}
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != apart)
+    pairs = [("cuda:0", "cuda:1"), ("cuda:2", "cuda:0"), ("cuda:0", "cuda:2"), ("cpu", "cuda:0"), ("cuda:2", "cpu")]
+    with caplog.at_level(logging.WARNING):
+        asked(Streams(staged=False), *pairs)
+        asked(Streams(staged=True), *pairs)  # asked for
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "cuda:0 and cuda:2 cannot reach each other's memory: copies go through the host"

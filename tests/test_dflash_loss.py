@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dflash_pipe import BadInput
 from stages.dflash_loss import (
+    DpaceWeight,
     LossConfig,
     Sums,
     Supervision,
@@ -161,22 +162,56 @@ def test_overlapping_blocks_cover_a_token_once() -> None:
     assert (float(sums.supervised), float(sums.covered)) == (12, 5)
 
 
-def _reference_dpace(p: list[float], valid: list[bool], alpha: float, kind: str) -> list[float]:
-    """By the formulas, one slot after the other."""
-    q = [(1 - alpha) * x + alpha if v else 1.0 for x, v in zip(p, valid, strict=True)]
-    prefix = [math.prod(q[: k + 1]) for k in range(len(q))]
-    suffix = [sum(prefix[j] for j in range(k, len(q)) if valid[j]) for k in range(len(q))]
-    weights = {"prefix": prefix, "suffix": suffix, "ratio": [s / x for s, x in zip(suffix, prefix, strict=True)]}[kind]
-    return [w if v else 0.0 for w, v in zip(weights, valid, strict=True)]
+def _reference_dpace(entropy: list[float], valid: list[bool], alpha: float, kind: str) -> list[float]:
+    """By the formulas, one slot after the other, in float64. P_j / P_k is q_(k+1) ... q_j, also where both are 0."""
+    q = [(1 - alpha) * math.exp(-x) + alpha if v else 1.0 for x, v in zip(entropy, valid, strict=True)]
+
+    def weight(k: int) -> float:
+        if kind == "prefix":
+            return math.prod(q[: k + 1])
+        start = 0 if kind == "suffix" else k + 1
+        return sum(math.prod(q[start : j + 1]) for j in range(k, len(q)) if valid[j])
+
+    return [weight(k) if v else 0.0 for k, v in enumerate(valid)]
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.floats(0.01, 1), st.booleans()), min_size=2, max_size=16), st.floats(0, 1))
+# Cross entropies from certain to hopeless: in float32 exp(-104) is 0, and so is a product of some of them much earlier.
+entropies = st.one_of(st.floats(0, 5), st.floats(0, 200))
+blocks = st.lists(st.tuples(entropies, st.booleans()), min_size=2, max_size=40)
+alphas = st.one_of(st.just(0.0), st.floats(0, 1), st.floats(0, 1e-6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks, alphas)
 @pytest.mark.parametrize("kind", ["suffix", "prefix", "ratio"])
-def test_dpace_weights(kind: str, slots: list[tuple[float, bool]], alpha: float) -> None:
-    p, valid = [x for x, _ in slots], [False, *(v for _, v in slots[1:])]
-    ours = dpace_weights(-torch.tensor(p).log(), torch.tensor(valid), alpha, kind)
-    torch.testing.assert_close(ours, torch.tensor(_reference_dpace(p, valid, alpha, kind)), rtol=1e-4, atol=1e-5)
+def test_dpace_weights(kind: DpaceWeight, slots: list[tuple[float, bool]], alpha: float) -> None:
+    entropy, valid = [x for x, _ in slots], [False, *(v for _, v in slots[1:])]
+    exact = torch.tensor(_reference_dpace(entropy, valid, alpha, kind), dtype=torch.float64)
+    given_, where = torch.tensor(entropy, dtype=torch.float64), torch.tensor(valid)
+    torch.testing.assert_close(dpace_weights(given_, where, alpha, kind), exact, rtol=1e-12, atol=1e-300)
+    ours = dpace_weights(given_.float(), where, alpha, kind)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, exact.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 2, 64)])
+def test_the_ratio_is_the_quotient_where_there_is_one(shape: tuple[int, ...]) -> None:
+    """For many blocks at once, with alpha large enough for every P_k to be above 0."""
+    entropy, valid = normal(*shape).abs(), normal(*shape, seed=1) > -0.5
+    valid[..., 0] = False
+    ratio, suffix, prefix = (dpace_weights(entropy, valid, 0.5, kind) for kind in ("ratio", "suffix", "prefix"))
+    torch.testing.assert_close(ratio[valid], (suffix / prefix)[valid], rtol=1e-5, atol=0)
+    assert not ratio[~valid].any()
+
+
+@pytest.mark.parametrize("kind", ["suffix", "prefix", "ratio"])
+def test_weights_of_a_hopeless_block_are_finite(kind: DpaceWeight) -> None:
+    loss = LossConfig("dpace", alpha=0.0, dpace=kind)
+    what, head = _supervision(loss), normal(30, 8, seed=1)
+    hidden = (normal(len(what.rows), 8) * 1000).requires_grad_()
+    total, sums = block_loss(hidden, head, what, loss, chunk=3)
+    total.backward()
+    assert torch.isfinite(total) and torch.isfinite(sums.loss) and torch.isfinite(hidden.grad).all()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["suffix", "prefix", "ratio"])

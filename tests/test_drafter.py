@@ -158,18 +158,29 @@ def test_padding_and_company_change_nothing_but_rounding(start: Parameters) -> N
     torch.testing.assert_close(apart.sums, together.sums)
 
 
+def unsupervised() -> FeatureBatch:
+    data = micro_batch(0)
+    return FeatureBatch(
+        dataclasses.replace(data.tokens, loss_mask=torch.zeros_like(data.tokens.loss_mask)), data.hidden
+    )
+
+
 def test_a_row_without_anchors_changes_nothing(start: Parameters) -> None:
     stage = opened()
-    data = micro_batch(0)
-    masked = FeatureBatch(
-        type(data.tokens)(
-            data.tokens.input_ids, torch.zeros_like(data.tokens.loss_mask), data.tokens.lengths, data.tokens.sample
-        ),
-        data.hidden,
-    )
-    stage.process(masked, start, stamp(0))
+    stage.process(unsupervised(), start, stamp(0))
     nothing = stage.end_window().partials[0]
     assert not nothing.gradient.any() and not nothing.sums.any()
+
+
+@pytest.mark.parametrize("loss", ["dflash", "dpace"])
+def test_a_window_without_supervised_tokens_is_no_step(loss: str) -> None:
+    stage, optimizer = opened(loss=loss), AdamW(drafter=KEYS | {"loss": loss}, lr=5e-3)
+    optimizer.open(Context(seed=SEED))
+    stepped = optimizer.process((window(stage, optimizer.initial()),))
+    stage.process(unsupervised(), stepped, stamp(0, window=1, size=1))
+    after = optimizer.process((stage.end_window(),))
+    assert (stepped.step, stepped.metrics["empty"]) == (1, 0)
+    assert (after.step, after.metrics["empty"]) == (1, 1) and torch.equal(after.flat, stepped.flat)
 
 
 def test_progress_spans_the_window(start: Parameters) -> None:
@@ -232,11 +243,12 @@ def test_wrong_parameters_are_refused_before_anything_is_read(
         stage.check(replicas)
 
 
-def test_the_first_replica_says_what_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    stage = opened()
+@pytest.mark.parametrize(("attention", "used"), [("auto", "sdpa"), ("eager", "eager"), ("flex", "flex")])
+def test_the_first_replica_says_what_it_trains(attention: str, used: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = opened(attention=attention)
     size = sum(slot.size for slot in parameter_layout(DFlashModel(stage.config, device="meta")).values())
     said = capsys.readouterr().out
-    assert said == f"drafter: {size:,} parameters, MASK is token 3, target layers 1, 5\n"
+    assert said == f"drafter: {size:,} parameters, MASK is token 3, target layers 1, 5, {used} attention\n"
     opened(1, 2, partials=2)
     assert capsys.readouterr().out == ""
 

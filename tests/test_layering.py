@@ -59,7 +59,7 @@ FRAMEWORK = {
     "closing": BASE | {"forecast", "forecast_table", "graph", "profile"},
     "splits": BASE
     | {"check", "forecast", "forecast_table", "graph", "located", "memory", "plan", "profile", "transport", "what_if"},
-    "run_folder": BASE | {"stats"},
+    "run_folder": BASE | {"snapshot"},
     "cli": ...,  # the top: anything
     "__init__": BASE | {"stage", "transport"},
 }

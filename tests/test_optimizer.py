@@ -229,10 +229,14 @@ def _poisoned(bad: float, where: str) -> tuple[Gradients, ...]:
     return gradients
 
 
-def test_a_window_without_supervised_tokens_changes_nothing() -> None:
-    stage = opened()
+@pytest.mark.parametrize("weight", [0.0, 8.0])
+def test_a_window_without_supervised_tokens_changes_nothing(weight: float) -> None:
+    """Also where the weight is that of sequences, as D-PACE's: neither decay nor momentum moves anything."""
+    stage = opened(weight_decay=0.5)
     before = stage.process(window(0))
-    empty = Gradients({0: Partial(torch.zeros(SIZE), Sums.zeros(4).vector)}, (0.2, 0.4))
+    sums = Sums.zeros(4)
+    sums.weight.fill_(weight)
+    empty = Gradients({0: Partial(torch.zeros(SIZE), sums.vector)}, (0.2, 0.4))
     after = stage.process((empty,))
     assert torch.equal(before.flat, after.flat) and after.step == 1
     assert (after.metrics["empty"], after.metrics["grad_norm"], after.metrics["loss"]) == (1, 0.0, 0.0)
@@ -268,6 +272,20 @@ def test_state_is_float32_even_for_a_bfloat16_drafter() -> None:
     for name in ("masters", "exp_avg", "exp_avg_sq"):
         assert state[name].dtype == np.float32 and state[name].shape == (SIZE,)
     assert not np.array_equal(state["masters"], torch.from_numpy(state["masters"]).bfloat16().float().numpy())
+
+
+def test_the_digest_of_the_state_differs_wherever_the_state_does() -> None:
+    stage = opened()
+    stage.process(window(0))
+    before, state = stage.state_digest(), stage.state()
+    assert before == stage.state_digest()
+    for name in ("masters", "exp_avg", "exp_avg_sq", "step", "skipped", "empty"):
+        changed = dict(state)
+        changed[name] = np.nextafter(state[name], np.float32(9.0)) if isinstance(state[name], np.ndarray) else 7
+        stage.restore(changed)
+        assert stage.state_digest() != before
+    stage.restore(state)
+    assert stage.state_digest() == before
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:

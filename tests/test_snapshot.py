@@ -150,11 +150,46 @@ def test_a_name_that_was_chosen_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo-2").mkdir()
     assert fresh(tmp_path, "demo", chosen=False) == tmp_path / "demo-3"
-    (tmp_path / "demo" / "log.txt").write_text("failed")
-    assert fresh(tmp_path, "demo", chosen=True) == tmp_path / "demo", "nothing was made there yet"
-    (tmp_path / "demo" / "metrics.jsonl").write_text("{}")
-    with pytest.raises(BadInput, match=f"{tmp_path}/demo exists already: choose another name="):
+
+
+def made(folder: Path, what: str | None) -> Path:
+    """A folder that a run has left with a file of one of its stages, and with `what`."""
+    with RunFolder(folder) as opened:
+        opened.log("failed")
+    (folder / "some_stages_cache.json").write_text("{}")
+    if what == "snapshot":
+        write(folder / "snapshots", Snapshot(4, 1, 4, {"step": 1}, {"seed": 1}))
+    elif what is not None:
+        (folder / what).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("what", [None, "tuning.json", ".tuning.json.lock", "graph.yaml.tmp"])
+def test_a_name_is_free_again_if_its_run_made_no_result(tmp_path: Path, what: str | None) -> None:
+    """Whatever its stages have put there."""
+    folder = made(tmp_path / "demo", what)
+    before = {path: path.read_text() for path in folder.iterdir()}
+    assert fresh(tmp_path, "demo", chosen=True) == folder
+    assert {path: path.read_text() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("what", ["snapshot", "metrics.jsonl", "profile.json"])
+def test_a_name_is_taken_by_results_and_only_a_snapshot_can_be_resumed(tmp_path: Path, what: str) -> None:
+    folder = made(tmp_path / "demo", what)
+    with pytest.raises(BadInput) as refused:
         fresh(tmp_path, "demo", chosen=True)
+    line = str(refused.value)
+    assert line.startswith(f"{folder} exists already: choose another name=") and "\n" not in line
+    assert (f"go on with --resume {folder}" in line) is has_snapshot(folder) is (what == "snapshot")
+
+
+def test_what_no_run_has_made_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "graph.yaml").write_text("stages: {}")
+    (tmp_path / "file").write_text("")
+    for name in ("mine", "file"):
+        with pytest.raises(BadInput, match=f"{name} exists already: choose another name="):
+            fresh(tmp_path, name, chosen=True)
 
 
 def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:

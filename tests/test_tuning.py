@@ -2,15 +2,20 @@
 
 import atexit
 import collections
+import importlib
+import inspect
 import json
+import shutil
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
-from dflash_pipe import BadInput
-from stages.autotune import keep_in, make_thread_safe, patch
-from stages.tuning import TunedConfigs, keep_tuning, tuning_file
+from dflash_pipe import BadInput, Context, Stage
+from stages import tuning
+from stages.autotune import keep_in, make_thread_safe, patch, way_taken
+from stages.tuning import TunedConfigs, keep_tuning, prepare_kernels, tuning_file
 from tests import autotuned
 from tests.autotuned import GPU, launch, messages
 
@@ -177,3 +182,128 @@ def test_the_runs_folder_holds_the_file_unless_the_variable_names_another(tmp_pa
     assert tuning_file(tmp_path) == tmp_path / "tuning.json"
     monkeypatch.setenv("DFLASH_PIPE_TUNING", str(tmp_path / "shared.json"))
     assert tuning_file(tmp_path / "run") == tmp_path / "shared.json"
+
+
+# --- a file that cannot be written
+
+
+@pytest.mark.parametrize("in_the_way", [".tuning.json.lock", "tuning.json.tmp"])
+def test_a_file_that_cannot_be_written_is_bad_input_before_anything_is_tuned(make, tmp_path, in_the_way):
+    (tmp_path / "sub" / in_the_way).mkdir(parents=True)
+    file = tmp_path / "sub" / "tuning.json"
+    with pytest.raises(BadInput) as refused:
+        keep_tuning(file, GPU)
+    line = str(refused.value)
+    assert line.startswith(f"{file}: tuned configurations cannot be written here (Is a directory)")
+    assert "DFLASH_PIPE_TUNING" in line and "\n" not in line
+
+
+def test_trying_leaves_no_file(make, tmp_path):
+    keep_tuning(tmp_path / "new" / "tuning.json", GPU)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [".tuning.json.lock"]
+
+
+def obstruct(file, how):
+    if how == "another file":
+        file.write_text("{")
+    elif how == "no folder":
+        shutil.rmtree(file.parent)
+        file.parent.write_text("")
+    else:
+        file.with_name(f"{file.name}.tmp").mkdir()
+
+
+@pytest.mark.parametrize("how", ["another file", "no folder", "in the way"])
+def test_a_file_that_can_no_longer_be_written_ends_no_run_and_is_said_once(make, tmp_path, caplog, how):
+    def mine(x, T, BT):
+        pass
+
+    file, count, _ = kept_once(make, tmp_path / "run", mine)
+    keep_tuning(tmp_path / "elsewhere.json", GPU)
+    keep_tuning(file, GPU)
+    tuner = counted(make, count, 16, function=mine)
+    obstruct(file, how)
+    before = file.read_text() if file.exists() else None
+    assert [launch(tuner, None, T) for T in (1, 2, 3)] == [32, 16, 16]
+    (line,) = messages(caplog)
+    assert line.startswith(f"what is tuned from now on is not kept: {file}: ") and "\n" not in line
+    assert (file.read_text() if file.exists() else None) == before
+    late = counted(make, count, 16, function=mine)
+    assert launch(late, None, 1) == 32  # what was read at the start is used on
+
+
+# --- GPUs of several kinds
+
+
+def test_a_gpu_of_another_kind_runs_the_firsts_configurations_and_that_is_said_once(
+    make, tmp_path, caplog, monkeypatch
+):
+    def mine(x, T, BT):
+        pass
+
+    monkeypatch.setattr(tuning, "_models", [])
+    file, count, _ = kept_once(make, tmp_path, mine)
+    assert messages(caplog) == []
+    kept = keep_tuning(file, GPU)
+    assert keep_tuning(file, "NVIDIA B200") is keep_tuning(file, "NVIDIA B200") is keep_tuning(file, GPU) is kept
+    (line,) = messages(caplog)
+    assert GPU in line and "NVIDIA B200" in line and "\n" not in line
+    launch(counted(make, count, 16, function=mine), None, 2)
+    assert json.loads(file.read_text())["made_with"]["gpu"] == GPU
+    assert sorted(row["key"] for row in tuned(file) if row["kernel"].endswith("mine")) == [[1], [2]]
+
+
+# --- every stage that loads a target
+
+
+def loaders():
+    """The stages whose module can load a target: (module, stage, the function that loads)."""
+    found = []
+    for path in sorted(Path(tuning.__file__).parent.glob("*.py")):
+        if "from stages.target_model import" not in (text := path.read_text()) or "(Stage)" not in text:
+            continue
+        module = importlib.import_module(f"stages.{path.stem}")
+        names = [name for name in ("load_full", "load_truncated") if hasattr(module, name)]
+        kinds = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
+        found += [(module, kind, name) for name in names for kind in kinds if issubclass(kind, Stage)]
+    return found
+
+
+LOADERS = loaders()
+KEYS = {"Regenerate": {"max_prompt_tokens": 200, "max_new_tokens": 24}}  # what is asked of a tiny target
+
+
+def test_the_stages_that_load_a_target_are_found():
+    assert {"TargetForward", "Regenerate"} <= {stage.__name__ for _, stage, _ in LOADERS}
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, tmp_path):
+    """The context of a GPU, whose name is known, as long as nothing computes there."""
+    monkeypatch.delenv("DFLASH_PIPE_TUNING", raising=False)
+    monkeypatch.setenv("DFLASH_PIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    return Context(device="cuda:0", folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("module", "stage", "name"), LOADERS, ids=lambda each: getattr(each, "__name__", each))
+def test_whoever_loads_a_target_on_a_gpu_prepares_its_kernels(make, fake_gpu, monkeypatch, module, stage, name):
+    real, loaded = getattr(module, name), []
+
+    def load(*arguments, **more):
+        assert way_taken() == "unchanged", "before the model's code is imported, there is nothing to prepare"
+        loaded.append(real(*("cpu" if each == fake_gpu.device else each for each in arguments), **more))
+        return loaded[0]
+
+    monkeypatch.setattr(module, name, load)
+    opened = stage(model="tiny:qwen3", **KEYS.get(stage.__name__, {}))
+    opened.open(fake_gpu)
+    assert len(loaded) == 1 and way_taken() != "unchanged"
+    launch(make(), None, 1)
+    assert tuned(fake_gpu.folder / "tuning.json")
+    opened.close()
+
+
+def test_on_a_cpu_there_is_nothing_to_prepare(make, tmp_path):
+    prepare_kernels(Context(device="cpu", folder=tmp_path))
+    assert way_taken() == "unchanged" and not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.training import TINY, Trained, train, write_rows
 
@@ -14,6 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and kernel packages warn of what is not ours
 ]
 FLOAT32 = ("target.dtype=float32", "drafter.dtype=float32")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 LARGE = "drafter.intermediate_size=16384"  # gradients whose copy takes a while
 
 
@@ -35,8 +37,22 @@ def test_every_topology_computes_the_same_bits(target: str, rows: Path, tmp_path
         assert got == expected, topology
 
 
+@two_gpus
+@pytest.mark.parametrize("target", ["tiny_qwen3", "tiny_qwen3_5"])
+def test_one_worker_that_alternates_between_gpus_computes_the_same_bits(
+    target: str, rows: Path, tmp_path: Path
+) -> None:
+    """Its stages hand payloads over without a channel; with either GPU as the drafter's, and as the target's."""
+    expected = trained("sequential", target, rows, tmp_path / "one", "main.device=cuda:0")
+    assert len(expected.digests) >= 3
+    for one, other in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")):
+        devices = f'main.device={{target: "{one}", "*": "{other}"}}'
+        assert trained("sequential", target, rows, tmp_path / one, devices) == expected, devices
+
+
+@two_gpus
 def test_the_way_between_devices_changes_nothing(rows: Path, tmp_path: Path) -> None:
-    """Directly, and through the host (on one GPU there is no way between)."""
+    """Directly, and through the host."""
     direct, staged = (
         trained("data_parallel", "tiny_qwen3", rows, tmp_path / name, f"transport=stages.devices:{name}")
         for name in ("DeviceTransport", "HostStagedTransport")
