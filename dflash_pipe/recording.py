@@ -41,6 +41,7 @@ class Tape:
     def __init__(self, worker: str, recording: Recording) -> None:
         self.worker = worker
         self.spans: Newest[_SpanEntry] = Newest(KEEP)
+        self.activity: Activity | None = None
         self._recording = recording
         self._record = recording.recorder.record
         self._mark, self._elapsed = recording.transport.mark, recording.transport.elapsed
@@ -75,6 +76,9 @@ class Tape:
                 return
             pending.popleft()
             began, ended = moments
+            if self.activity is not None and not isinstance(begin, float) and not isinstance(end, float):
+                # A stage that looks at a result waits on the host for its inputs on the device, too.
+                self.activity.idled(max(0.0, (end[0] - begin[0]) - (ended - began)))
             add((stage, part, stamp.index, stamp.window, began, ended))
             record(stage, part, stamp.index, ended - began, measures)
 
@@ -133,6 +137,7 @@ class Recording:
         """Let them record, too."""
         for activity in activities:
             self._waits[activity.worker] = activity.waits = Newest(KEEP)
+            self.tapes[activity.worker].activity = activity
         for channel in channels:
             self._depths[channel.name] = Newest(KEEP)
             channel.record(self._depths[channel.name])
@@ -149,14 +154,15 @@ class Recording:
                 self.recorder.window_done(self._next, self._ended.pop(self._next))
                 self._next += 1
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take down what all workers' devices have ended, once nobody writes."""
         for tape in self.tapes.values():
             tape.read()
 
     def profile(self, graph: str) -> Profile:
         """What was measured. graph: the text of the graph. Raises BadInput if no step was measured."""
         host = self._host()
-        self._read()
+        self.read()
         devices: dict[str, list[str]] = {}
         for worker in self.plan.workers:
             for station in worker.stations:
@@ -181,7 +187,7 @@ class Recording:
 
     def timeline(self) -> Timeline:
         """The newest of everything."""
-        self._read()
+        self.read()
         began = self._began
         spans = [
             Span(name, *entry[:4], entry[4] - began, entry[5] - began)

@@ -158,6 +158,7 @@ class Run:
         if not left:
             self._account()
         return Result(
+            **self._recorded(),  # first, because it tells the view for how long workers waited on their devices
             view=self.view(),
             stopped=self._stopped,
             cancelled=self._cancelled,
@@ -165,7 +166,6 @@ class Run:
             unfinished=sum(w.unfinished for w in self._wiring.workers),
             left_behind=left,
             **self._read_and_done(),
-            **self._recorded(),
         )
 
     def _read_and_done(self) -> dict[str, Any]:

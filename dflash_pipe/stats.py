@@ -86,6 +86,11 @@ class Activity:
             self.since, self.state = now, BUSY
             self.changes += 1
 
+    def idled(self, seconds: float) -> None:
+        """So much of what was counted as busy it only waited for others' work, on its device."""
+        self._spent[BUSY] -= seconds
+        self._spent[STARVED] += seconds
+
     def restart_clock(self) -> None:
         """Forget the time spent so far (opening is not work)."""
         self.since = self._clock()

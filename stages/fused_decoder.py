@@ -35,6 +35,7 @@ _DELTA_IN = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", 
 _DELTA_REST = ("conv1d.weight", "A_log", "dt_bias", "norm.weight", "out_proj.weight")
 _DELTA = (*_DELTA_IN, *(f"linear_attn.{name}" for name in _DELTA_REST))
 _FAMILIES = {"llama": _ATTENTION, "qwen3": _ATTENTION + _QK_NORMS, "qwen3_5_text": _ATTENTION + _QK_NORMS}
+_DELTA_HEADS = (16, 64, 128)  # that the kernels have run with on a GPU
 # Those whose frequencies do not depend on how long the sequence is.
 _ROPES = ("default", "linear", "llama3", "yarn")
 
@@ -55,11 +56,17 @@ def not_fused(decoder: Any) -> str | None:
         expected = {*_NORMS, *_MLP, *(_DELTA if kind == "linear_attention" else _FAMILIES[config.model_type])}
         if other := sorted(names ^ expected):
             return f"no kernels for layer {number} with or without {other[0]}"
-    if any(size & (size - 1) or size < 16 for size in _head_sizes(config, kinds)):
-        return "no kernels for the size of its heads"
-    if "linear_attention" in kinds and not importlib.util.find_spec("fla"):
-        return "flash-linear-attention cannot be imported here"
-    return None
+    size = _head_size(config)
+    if size & (size - 1) or size < 16:
+        return f"no kernels for attention's heads of {size}"
+    return _no_delta_net(config) if "linear_attention" in kinds else None
+
+
+def _no_delta_net(config: Any) -> str | None:
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    if key != value or key not in _DELTA_HEADS:
+        return f"no kernels for Gated DeltaNet's heads of {key} and {value}"
+    return None if importlib.util.find_spec("fla") else "flash-linear-attention cannot be imported here"
 
 
 def _kind(config: Any, number: int) -> str:
@@ -69,11 +76,6 @@ def _kind(config: Any, number: int) -> str:
 
 def _head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _head_sizes(config: Any, kinds: Sequence[str]) -> list[int]:
-    sizes = [_head_size(config)]
-    return [*sizes, config.linear_key_head_dim, config.linear_value_head_dim] if "linear_attention" in kinds else sizes
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ SIZES = {
         (LlamaConfig(**SIZES, hidden_act="gelu"), "no kernels for gelu with default rotary embeddings"),
         (LlamaConfig(**SIZES, attention_bias=True), "no kernels for layer 0 with or without self_attn.k_proj.bias"),
         (LlamaConfig(**SIZES, mlp_bias=True), "no kernels for layer 0 with or without mlp.down_proj.bias"),
-        (LlamaConfig(**SIZES | {"head_dim": 24}), "no kernels for the size of its heads"),
+        (LlamaConfig(**SIZES | {"head_dim": 24}), "no kernels for attention's heads of 24"),
         (
             Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
             "no kernels for sliding_attention",
@@ -95,8 +95,11 @@ def test_what_it_does_not_know_is_left_to_transformers(tmp_path, config, why):
     assert not_fused(target.decoder) == why
 
 
-def test_a_delta_net_needs_the_kernel_package():
+def test_a_delta_net_has_heads_that_were_tried_on_a_gpu_and_needs_the_kernel_package():
     target = load_truncated("tiny:qwen3_5", None, LAYERS, "float32", "cpu")
+    target.decoder.config.linear_value_head_dim = 32
+    assert not_fused(target.decoder) == "no kernels for Gated DeltaNet's heads of 16 and 32"
+    target.decoder.config.linear_value_head_dim = 16
     assert not_fused(target.decoder) == "flash-linear-attention cannot be imported here"
 
 

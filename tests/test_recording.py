@@ -22,7 +22,7 @@ from dflash_pipe.profile import Profile, Samples, load
 from dflash_pipe.recording import Recording
 from dflash_pipe.runtime import Run
 from dflash_pipe.snapshot import newest, read
-from dflash_pipe.stats import Newest
+from dflash_pipe.stats import Activity, Newest
 from stages.devices import DeviceTransport
 from stages.messages import FeatureBatch, TokenBatch
 from tests.pipeline import HOOKS, executed, run_of, toy
@@ -298,6 +298,22 @@ def test_a_firing_is_taken_down_when_the_device_has_ended_it(behind):
     recorded.recorder.window_done(2, 1.0)
     samples = recorded.profile("").stages["target"]["process"]
     assert samples.seconds == pytest.approx((0.25, 0.5), abs=1e-9)
+
+
+def test_a_host_that_waits_for_its_inputs_on_the_device_is_not_busy(behind, monkeypatch):
+    """Both firings end on the host with their work on the device: 5 s each of which 4 and 1 were work. The third does
+    not wait, and its work takes longer than its launch."""
+    tape, transport, _ = behind
+    clock = iter([0.0, 5.0, 5.0, 10.0, 10.0, 10.1])
+    monkeypatch.setattr(recording, "perf_counter", lambda: next(clock, 100.0))
+    tape.activity = Activity("main", clock=lambda: 20.0)
+    tape.activity.since = 0.0
+    fire(tape, transport, STAMPS[0], 1001.0, 1005.0)
+    fire(tape, transport, STAMPS[1], 1009.0, 1010.0)
+    fire(tape, transport, STAMPS[2], 1010.0, 1018.0)
+    transport.reached = 2000.0
+    tape.read()
+    assert tape.activity.spent() == pytest.approx({"busy": 15.0, "starved": 5.0, "blocked": 0.0})
 
 
 def test_the_host_goes_on_while_the_device_is_behind(behind):
