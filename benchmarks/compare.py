@@ -127,7 +127,7 @@ def run(graph: Graph) -> Trial:
 
     with tempfile.TemporaryDirectory() as folder:
         # A real drafter's state is tens of GB, which nobody would read again.
-        running = Run(plan(graph), Path(folder), take=lambda stage: weights.append(_state_digest(stage)))
+        running = Run(plan(graph), Path(folder), on_state=lambda stage: weights.append(_state_digest(stage)))
         running.on_report = keep
         with contextlib.redirect_stdout(io.StringIO()):  # stages tell how to use what lies in the folder
             result = running.execute()

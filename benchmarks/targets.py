@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ from stages.tuning import keep_tuning, tuning_file
 __all__ = ["GOAL", "Case", "at_once", "targets"]
 
 _SHAPES = ("3x2000", "1x512")
+_ALIKE = 1.05
 GOAL = 1.96 / 2  # of what each does alone, with CUDA graphs
 
 
@@ -51,45 +53,54 @@ class Case:
     def missed(self) -> bool:
         return self.times < GOAL * len(self.alone)
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether one alone was so much faster than another that cards of one kind had not settled."""
+        return max(self.alone) > _ALIKE * min(self.alone)
+
 
 def at_once(acts: Sequence[Callable[[], Any]], seconds: float) -> float:
-    """Calls a second of all `acts` together, each in a thread of its own for so long, after as long to warm up.
+    """Calls a second of all `acts` together, each in a thread of its own for so long, after as long to warm up."""
+    together = threading.Barrier(len(acts))
 
-    An act returns when its work is done.
-    """
-    counted, together = [0] * len(acts), threading.Barrier(len(acts))
-    took = [0.0] * len(acts)
-
-    def body(number: int) -> None:
-        for _ in range(2):
+    def rate(act: Callable[[], Any]) -> float:
+        try:
             together.wait()
-            began, calls = time.perf_counter(), 0
-            while time.perf_counter() - began < seconds:
-                acts[number]()
-                calls += 1
-            counted[number], took[number] = calls, time.perf_counter() - began
+            _calls(act, seconds)
+            together.wait()
+            return _calls(act, seconds)
+        except threading.BrokenBarrierError:  # another one has failed, and says why
+            return 0.0
+        except BaseException:
+            together.abort()
+            raise
 
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(len(acts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(calls / each for calls, each in zip(counted, took, strict=True))
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return sum(pool.map(rate, acts))
 
 
-def _forward(target: TruncatedTarget, shape: Shape, device: str, ahead: int = 2) -> Callable[[], Any]:
-    """A forward on a stream of its own, which returns when the one `ahead` before is done, as a worker's does."""
+def _calls(act: Callable[[], Any], seconds: float) -> float:
+    """Calls a second, for so long."""
+    began, calls = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < seconds:
+        act()
+        calls += 1
+    return calls / passed
+
+
+def _forward(target: TruncatedTarget, shape: Shape, device: str) -> Callable[[], Any]:
+    """A forward on a stream of its own. A call returns when that of the call before is done, as a worker does."""
     batch = random_batch(shape, target.vocab_size, device)
-    stream, done = torch.cuda.Stream(device), []
+    stream, launched = torch.cuda.Stream(device), list[torch.cuda.Event]()
 
     def act() -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             target(*batch)
             event = torch.cuda.Event(blocking=True)
             event.record()
-        done.append(event)
-        if len(done) == ahead:
-            done.pop(0).synchronize()
+        launched.append(event)
+        if len(launched) == 2:
+            launched.pop(0).synchronize()
 
     return act
 
@@ -141,6 +152,9 @@ def targets(
     missed = [f"{shape}: missed: {c[GRAPH].times:.3f} times one" for shape, c in cases.items() if c[GRAPH].missed]
     for line in missed:
         console.print(f"{line} (goal {GOAL * count:.2f})", highlight=False)
+    for shape, ways in cases.items():
+        for way in (way for way, case in ways.items() if case.unsettled):
+            console.print(f"{shape}, {way}: the GPUs alone differ: not settled (longer --seconds)", highlight=False)
     if out:
         figures = {
             str(shape): {way: {**dataclasses.asdict(case), "times": case.times} for way, case in ways.items()}

@@ -6,6 +6,7 @@ every firing and read later, many at a time: on a GPU once the device has come t
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -29,6 +30,7 @@ __all__ = ["Mark", "Recording", "Tape"]
 KEEP = 20_000  # newest spans, waits and depths in a timeline
 # Firings are read many at a time, so that what lies between a stage's work and its hand-off stays short.
 _AT_A_TIME = 64
+_AT_LEAST_EVERY = 1.0  # seconds
 _COARSE = 1.0  # seconds of all cores together: the system counts in hundredths
 _SpanEntry = tuple[str, str, int, int, float, float]
 # A moment on the host's clock; and where the transport marks it otherwise, on which device, and how.
@@ -59,7 +61,7 @@ class Tape:
         held = held if part != "end_window" else ()
         end = self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
         self._pending.append((stage, part, stamp, begin, end, _measures(held, sent)))
-        if len(self._pending) >= _AT_A_TIME:
+        if len(self._pending) >= _AT_A_TIME or _host(end) - _host(self._pending[0][3]) > _AT_LEAST_EVERY:
             self.read()
 
     def over(self, stamp: Stamp) -> None:
@@ -71,16 +73,25 @@ class Tape:
         pending, add, record = self._pending, self.spans.add, self._record
         while pending:
             stage, part, stamp, begin, end, measures = pending[0]
+            idle = self._idle_before(begin)
             moments = self._on_host(begin, end)
             if moments is None:
                 return
             pending.popleft()
             began, ended = moments
-            if self.activity is not None and not isinstance(begin, float) and not isinstance(end, float):
-                # A stage that looks at a result waits on the host for its inputs on the device, too.
-                self.activity.idled(max(0.0, (end[0] - begin[0]) - (ended - began)))
+            if self.activity is not None and idle:
+                # A stage that looks at a result waits on the host: for its inputs on the device, too.
+                waited = (_host(end) - _host(begin)) - (ended - began)
+                self.activity.idled(max(0.0, min(idle, waited)))
             add((stage, part, stamp.index, stamp.window, began, ended))
             record(stage, part, stamp.index, ended - began, measures)
+
+    def _idle_before(self, begin: Mark) -> float:
+        """Seconds for which the device did nothing for this worker before `begin`, if that mark lies on a device."""
+        if isinstance(begin, float):
+            return 0.0
+        before = self._known.get(begin[1])
+        return math.inf if before is None else self._elapsed(before[1], begin[2]) or 0.0
 
     def _on_host(self, begin: Mark, end: Mark) -> tuple[float, float] | None:
         """Two marks on the host's clock; None if the device has not come to the second one.
@@ -100,6 +111,11 @@ class Tape:
         began = max(host, min(at + since, perf_counter() - seconds))
         self._known[device] = (began + seconds, end[2])
         return began, began + seconds
+
+
+def _host(mark: Mark) -> float:
+    """When the host made it."""
+    return mark if isinstance(mark, float) else mark[0]
 
 
 def _measures(held: Iterable[Any], sent: Any) -> Mapping[str, float]:
@@ -154,15 +170,14 @@ class Recording:
                 self.recorder.window_done(self._next, self._ended.pop(self._next))
                 self._next += 1
 
-    def read(self) -> None:
-        """Take down what all workers' devices have ended, once nobody writes."""
+    def _read(self) -> None:
         for tape in self.tapes.values():
             tape.read()
 
     def profile(self, graph: str) -> Profile:
         """What was measured. graph: the text of the graph. Raises BadInput if no step was measured."""
         host = self._host()
-        self.read()
+        self._read()
         devices: dict[str, list[str]] = {}
         for worker in self.plan.workers:
             for station in worker.stations:
@@ -187,7 +202,7 @@ class Recording:
 
     def timeline(self) -> Timeline:
         """The newest of everything."""
-        self.read()
+        self._read()
         began = self._began
         spans = [
             Span(name, *entry[:4], entry[4] - began, entry[5] - began)

@@ -69,7 +69,7 @@ class Result:
 
 class Run:
     """A plan, run once, in `folder`. `restored` goes on after a snapshot of the same dataflow. record: whether service
-    times, waits and depths are recorded. take: is given the stage with the state instead of a snapshot being written.
+    times, waits and depths are recorded. on_state: is given the stage with the state, instead of a snapshot of it.
 
     Raises BadInput if the snapshot belongs to another dataflow.
     """
@@ -81,7 +81,7 @@ class Run:
         restored: Snapshot | None = None,
         *,
         record: bool = True,
-        take: Callable[[Stage], None] | None = None,
+        on_state: Callable[[Stage], None] | None = None,
     ) -> None:
         computed = dataflow(plan.graph)
         if restored is not None and (other := difference(restored.dataflow, computed)) is not None:
@@ -93,7 +93,7 @@ class Run:
         self._stopped: signal.Signals | None = None
         self._cancelled = False
         self._torn_down: float | None = None
-        origin = Origin(folder, restored, self._report, self._stopping.is_set, take)
+        origin = Origin(folder, restored, self._report, self._stopping.is_set, on_state)
         self._start = origin.start
         self._restored = restored.state if restored else None
         self._cursor = restored.cursor if restored else None

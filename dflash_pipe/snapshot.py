@@ -115,7 +115,7 @@ def read(folder: Path) -> Snapshot:
 class Snapshots:
     """When to write: every `every` windows (None: only at the end), and at the end if anything has happened since.
 
-    Keeps the newest `keep` snapshots of this run. take: is given the stage instead, and nothing is written.
+    Keeps the newest `keep` snapshots of this run. on_state: is given the stage instead, and nothing is written.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class Snapshots:
         dataflow: dict[str, Any],
         every: int | None,
         keep: int = 2,
-        take: Callable[[Stage], None] | None = None,
+        on_state: Callable[[Stage], None] | None = None,
     ) -> None:
         self.written: Path | None = None
-        self._take = take
+        self._on_state = on_state
         self._folder, self._dataflow, self._every, self._keep = folder, dataflow, every, keep
         self._unsaved: tuple[Stamp, Any] | None = None  # of the last message of the newest finished window; its cursor
 
@@ -142,8 +142,8 @@ class Snapshots:
         if self._unsaved is None:
             return
         (stamp, cursor), self._unsaved = self._unsaved, None
-        if self._take is not None:
-            self._take(stage)
+        if self._on_state is not None:
+            self._on_state(stage)
             return
         snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._dataflow)
         self.written = write(self._folder, snapshot)

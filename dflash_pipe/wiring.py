@@ -25,15 +25,15 @@ __all__ = ["Origin", "Wiring", "wire"]
 class Origin:
     """What a run starts from and where it writes.
 
-    restored: the snapshot that is resumed. stopping: whether the source should end at the next window. take: is given
-    the stage with the state instead of a snapshot of it being written.
+    restored: the snapshot that is resumed. stopping: whether the source should end at the next window. on_state: is
+    given the stage with the state, instead of a snapshot of it.
     """
 
     folder: Path
     restored: Snapshot | None = None
     report: Callable[[dict[str, Any]], None] = lambda metrics: None
     stopping: Callable[[], bool] = lambda: False
-    take: Callable[[Stage], None] | None = None
+    on_state: Callable[[Stage], None] | None = None
 
     @property
     def start(self) -> tuple[int, int]:
@@ -127,8 +127,8 @@ class _Wirer:
     def _snapshots(self, spec: StageSpec) -> Snapshots | None:
         if not spec.signature.stateful or spec.signature.source:
             return None
-        folder, every, take = self.origin.folder / "snapshots", self.graph.snapshot, self.origin.take
-        self.wiring.snapshots = Snapshots(folder, self.dataflow, every, take=take)
+        folder, every, on_state = self.origin.folder / "snapshots", self.graph.snapshot, self.origin.on_state
+        self.wiring.snapshots = Snapshots(folder, self.dataflow, every, on_state=on_state)
         return self.wiring.snapshots
 
     def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Any], Any]]:

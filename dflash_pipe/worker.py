@@ -149,6 +149,7 @@ class Worker:
             closing += [(s, "read", self._stream.close) for s in self.stations if s.feed is not None]
         failures: list[tuple[str, BaseException]] = []
         for station, what, close in closing:
+            self._device = None  # what it is to finish may have failed, and is over in any case
             try:
                 self._doing(station, what)
                 close()
@@ -333,9 +334,9 @@ class Worker:
 
     def _doing(self, station: Station, what: str, stamp: Stamp | None = None) -> None:
         if station.plan.device != self._device:
-            if self._device:  # one stage after the other, on several devices too
-                self._transport.finish(self._device)
-            self._device = station.plan.device
+            left, self._device = self._device, station.plan.device
+            if left:  # one stage after the other, on several devices too
+                self._transport.finish(left)
             self._transport.enter(self._device)
         self.activity.place = f"{station.plan.stage} {what}{f' {stamp}' if stamp else ''}"
 

@@ -302,8 +302,7 @@ def delta_scan(q: Tensor, k: Tensor, w: Tensor, u: Tensor, decay: Tensor, starts
         rows = len(starts) - 1
     grid = (rows * m * (value // block),)
     sizes = (n, m, key, value, block, CHUNK)
-    stages = 3 if key <= 128 else 1  # what fits into shared memory
-    _delta_scan[grid](q, k, w, u, decay, out, starts, tokens, key**-0.5, *sizes, num_warps=4, num_stages=stages)
+    _delta_scan[grid](q, k, w, u, decay, out, starts, tokens, key**-0.5, *sizes, num_warps=4, num_stages=3)
     return out
 
 

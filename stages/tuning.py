@@ -73,7 +73,8 @@ def keep_tuning(file: Path, gpu: str) -> TunedConfigs | None:
     gpu: the name of the GPU that tunes. A file that was made on another GPU, or with another version of Triton or
     flash-linear-attention, is refused in one line and left as it is: None is returned, and nothing is kept.
     All GPUs of a process run the same configurations, so the first name stands for them all; another is said once.
-    Raises `BadInput` for a file that is no such file, or cannot be written.
+    Raises `BadInput` for a file that is no such file, or that is not there and cannot be written. One that is there
+    may be read-only.
     """
     global _current
     with _opening:
@@ -93,7 +94,8 @@ def keep_tuning(file: Path, gpu: str) -> TunedConfigs | None:
                 _VARIABLE,
             )
             return None
-        _refuse_unwritable(file)
+        if found is None:
+            _refuse_unwritable(file)
         _current = TunedConfigs(file, made_with, found[1] if found else {})
         autotune.keep_in(_current)
     _current.begin()

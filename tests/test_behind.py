@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_pipe import BadInput, Transport
-from tests.pipeline import executed, run_of
+from tests.pipeline import HOOKS, executed, run_of
 
 LOG: list[tuple[Any, ...]] = []
 
@@ -101,6 +101,36 @@ def test_a_worker_of_two_devices_finishes_on_one_before_it_turns_to_the_other(tm
     turns = [("follow", "gpu:0"), ("finish", "gpu:0"), ("follow", "gpu:1"), ("finish", "gpu:1")]
     begin = computed.index(turns[0])
     assert computed[begin : begin + 16] == turns * 4
+
+
+class Failing(Noted):
+    """Its first device fails with the second message, for good, as a GPU does."""
+
+    def finish(self, device: str) -> None:
+        super().finish(device)
+        if device == "gpu:0" and LOG.count(("finish", device)) > 1:
+            raise RuntimeError("the device has failed")
+
+
+def test_where_a_device_has_failed_all_stages_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    for name in ("one", "two"):
+        monkeypatch.setitem(HOOKS, f"{name}.close", lambda name=name: closed.append(name))
+    text = """
+window: 2
+transport: "tests.test_behind:Failing"
+stages:
+  count: {use: "tests.pipeline:Count", with: {count: 4}}
+  one: {use: "tests.pipeline:Step", with: {name: one}}
+  two: {use: "tests.pipeline:Step", with: {name: two}}
+  collect: {use: "tests.pipeline:Collect"}
+channels: {a: {from: count, to: one}, b: {from: one, to: two}, c: {from: two, to: collect}}
+workers: {main: {stages: [count, one, two, collect], device: {"*": cpu, one: "gpu:0", two: "gpu:1"}}}
+"""
+    LOG.clear()
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="the device has failed")):
+        executed(run_of(tmp_path, text))
+    assert closed == ["two", "one"]
 
 
 def test_the_sender_is_told_where_a_payload_goes(noted: Any) -> None:

@@ -316,6 +316,21 @@ def test_a_host_that_waits_for_its_inputs_on_the_device_is_not_busy(behind, monk
     assert tape.activity.spent() == pytest.approx({"busy": 15.0, "starved": 5.0, "blocked": 0.0})
 
 
+def test_a_host_that_waits_for_its_own_work_is_busy(behind, monkeypatch):
+    """The device always works; every firing begins with a look at the result of the one before."""
+    tape, transport, _ = behind
+    clock = iter([0.0, 0.1, 0.1, 1.0, 1.0, 1.5, 1.5, 2.5])
+    monkeypatch.setattr(recording, "perf_counter", lambda: next(clock, 100.0))
+    tape.activity = Activity("main", clock=lambda: 3.0)
+    tape.activity.since = 0.0
+    moments = (1000.0, 1001.0, 1001.5, 1002.5, 1003.0)
+    for stamp, (begin, end) in zip(STAMPS, pairwise(moments), strict=True):
+        fire(tape, transport, stamp, begin, end)
+    transport.reached = 2000.0
+    tape.read()
+    assert tape.activity.spent() == pytest.approx({"busy": 3.0, "starved": 0.0, "blocked": 0.0})
+
+
 def test_the_host_goes_on_while_the_device_is_behind(behind):
     tape, transport, _ = behind
     for index in range(200):

@@ -1,10 +1,13 @@
 """What the benchmark of several targets counts. Its measuring needs GPUs."""
 
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import targets
 from benchmarks.targets import GOAL, Case, at_once
 from dflash_pipe import BadInput
 from tests.called import called
@@ -17,25 +20,31 @@ def test_times_are_of_the_mean_of_one_alone():
     assert Case(alone=[2.0, 3.0], at_once=4.8).missed
 
 
-def test_all_run_at_once_and_every_call_counts():
-    """An act that returns only when the other thread is in it too: two calls each time."""
-    both, calls = threading.Barrier(2, timeout=20), []
+def test_all_run_at_once_and_every_call_counts_after_the_warm_up(monkeypatch):
+    """Each act takes what it takes on a clock of its own thread, and more while it warms up; an act is called with the
+    other thread in one, too."""
+    clock, both = threading.local(), threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(targets, "time", SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0)))
 
-    def act():
+    def act(seconds):
         both.wait()
-        calls.append(threading.get_ident())
-        if len(calls) >= 40:
-            both.abort()
+        before = getattr(clock, "now", 0.0)
+        clock.now = before + (2 * seconds if before < 8 else seconds)
 
-    def stopping():
-        try:
-            act()
-        except threading.BrokenBarrierError:
-            stopped.set()
+    assert at_once([partial(act, 1.0), partial(act, 1.0)], 8.0) == 2.0
 
-    stopped = threading.Event()
-    assert at_once([stopping, stopping], 0.05) > 0
-    assert len(set(calls)) == 2 and stopped.is_set()
+
+def test_one_that_fails_ends_all():
+    def fails():
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        at_once([lambda: None, fails, lambda: None], 0.01)
+
+
+def test_gpus_that_differ_have_not_settled():
+    assert Case(alone=[23.5, 11.8], at_once=13.9).unsettled
+    assert not Case(alone=[2.16, 2.18], at_once=4.35).unsettled
 
 
 def test_several_gpus_are_asked_for(monkeypatch):

@@ -203,6 +203,24 @@ def test_trying_leaves_no_file(make, tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == [".tuning.json.lock"]
 
 
+def test_a_file_that_is_there_may_be_read_only(make, tmp_path):
+    """One that several machines share: what it holds is used, and the run starts."""
+
+    def mine(x, T, BT):
+        pass
+
+    file, count, _ = kept_once(make, tmp_path / "run", mine)
+    lock = file.with_name(".tuning.json.lock")
+    lock.unlink()
+    lock.mkdir()
+    keep_tuning(tmp_path / "elsewhere.json", GPU)
+    assert keep_tuning(file, GPU) is not None
+    before = count.copy()
+    tuner = counted(make, count, 16, function=mine)
+    assert launch(tuner, None, 1) == 32
+    assert count == before
+
+
 def obstruct(file, how):
     if how == "another file":
         file.write_text("{")
