@@ -105,11 +105,12 @@ class Topology:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C. topologies: those that had a timed run by then, with as many runs as all of these have."""
+    """Ctrl-C, or a run that failed (failure). topologies: those that had a timed run by then, with as many runs as all
+    of these have."""
 
-    def __init__(self, topologies: list[Topology]) -> None:
+    def __init__(self, topologies: list[Topology], failure: BaseExceptionGroup[BaseException] | None) -> None:
         super().__init__()
-        self.topologies = topologies
+        self.topologies, self.failure = topologies, failure
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def run_in_turns(
 
     checked: before that, each graph once with digests. Its time does not count, so what has to be compiled or tuned
     first, and the digests themselves, are in no time that does; unless there are no repeats, and it is all there is.
-    Raises Interrupted for a Ctrl-C as soon as there is something to compare.
+    Raises Interrupted for a Ctrl-C, and for a run that fails, as soon as there is something to compare.
     """
 
     def made(graph: Graph, which: str) -> Trial:
@@ -177,13 +178,13 @@ def run_in_turns(
         for repeat in range(repeats):
             for topology in topologies:
                 topology.trials.append(made(topology.graph, f"{repeat + 1} of {repeats}"))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BaseExceptionGroup) as stop:
         timed = [topology for topology in topologies if topology.trials]
         if not timed:
             raise
         for topology in timed:
             del topology.trials[min(len(other.trials) for other in timed) :]
-        raise Interrupted(timed) from None
+        raise Interrupted(timed, stop if isinstance(stop, BaseExceptionGroup) else None) from None
     return topologies
 
 

@@ -101,8 +101,8 @@ def climbed(scale: float, steps: int, repeat: int, told: Callable[[str], None]) 
         measured = run_in_turns(graphs, repeat, told)
     except Interrupted as early:
         measured = early.topologies
-        if len(measured) < len(graphs):
-            raise
+        if early.failure or len(measured) < len(graphs):
+            raise early.failure or early from None
     rungs = [
         Climbed(rung, said, said.pace.step / scale, _step(topology) / scale)
         for rung, said, topology in zip(RUNGS, before, measured, strict=True)

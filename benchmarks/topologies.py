@@ -54,7 +54,7 @@ def topologies(
 ) -> None:
     """Compare graphs of one dataflow: speed, why, and results.
 
-    They run in turns; the exit code is 1 if they computed different things. Before the timed runs each runs once for
+    They run in turns; the exit code is 1 if they computed different things, or if a run failed. Before the timed runs each runs once for
     what has to be compiled or tuned, and for a digest of every step. --repeat 0 takes the times of that one run, after
     its warm-up and with the digests in it: for graphs whose runs take minutes.
 
@@ -70,7 +70,7 @@ def topologies(
     console = output()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     with progress(console) as told:
-        compared, ceilings, stopped = _measured(graphs, repeat, profile_stages, told)
+        compared, ceilings, stopped, failure = _measured(graphs, repeat, profile_stages, told)
         told("forecasting")
         forecasts = [predict(topology.graph, compared[0].middle.profile) for topology in compared]
     findings = found(compared, forecasts, rows)
@@ -84,6 +84,8 @@ def topologies(
     if out:
         figures = _figures(compared, forecasts, findings) | {"stopped": bool(stopped)}
         console.print(f"results: {keep(out, _NAME, figures)}", highlight=False)
+    if failure:
+        raise failure
     if stopped:
         raise typer.Exit(128 + signal.SIGINT)
     if findings.differences:
@@ -92,21 +94,22 @@ def topologies(
 
 def _measured(
     graphs: Sequence[Graph], repeat: int, profile_stages: bool, told: Callable[[str], None]
-) -> tuple[list[Topology], list[tuple[str, ...]], str]:
-    """The graphs' runs; each stage of the first alone, if asked for; and in words what Ctrl-C left out, or ''."""
+) -> tuple[list[Topology], list[tuple[str, ...]], str, BaseExceptionGroup[BaseException] | None]:
+    """The graphs' runs; each stage of the first alone, if asked for; in words what Ctrl-C or a failure left out, or '';
+    and the failure."""
     try:
         compared = run_in_turns(graphs, repeat, told, checked=True)
     except Interrupted as early:
         ran = early.topologies
         left = ", ".join(graph.name for graph in graphs if graph not in [topology.graph for topology in ran])
-        said = f"Stopped after {len(ran[0].trials)} of {max(repeat, 1)} timed runs of each"
-        return ran, [], f"{said}{left and f', before {left}'}."
+        said = f"Stopped after {len(ran[0].trials)} of {max(repeat, 1)} timed runs of each{left and f', before {left}'}"
+        return ran, [], said + (", because a run failed." if early.failure else "."), early.failure
     try:
         if profile_stages:
             told("each stage alone")
-        return compared, _alone(compared[0]) if profile_stages else [], ""
+        return compared, _alone(compared[0]) if profile_stages else [], "", None
     except KeyboardInterrupt:
-        return compared, [], "Stopped before every stage had run alone."
+        return compared, [], "Stopped before every stage had run alone.", None
 
 
 def _refuse_to_overwrite(graphs: Sequence[Graph], report: Path | None, out: Path | None) -> None:

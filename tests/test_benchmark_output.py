@@ -121,6 +121,23 @@ def test_stopped_topologies_show_those_that_have_run(monkeypatch: pytest.MonkeyP
     assert "\nStopped after 1 of 1 timed runs of each, before overlapped. sequential: " in result.output
 
 
+def test_what_ran_before_a_run_that_fails_is_shown(tmp_path: Path) -> None:
+    """Runs at real sizes take minutes, and one that finds no room for its tensors must not cost the others."""
+    messages = 0
+
+    def fails_in_the_second_run(number: Any) -> None:
+        nonlocal messages
+        messages += 1
+        if messages > 4 * 4:
+            raise MemoryError("no room")
+
+    HOOKS["target"] = fails_in_the_second_run
+    with pytest.RaisesGroup(pytest.RaisesExc(MemoryError, match="no room"), flatten_subgroups=True):
+        called("topologies", *TOY, *FAST, HOOKED, "--steps", 4, "--repeat", 0, "--out", tmp_path)
+    kept = json.loads((tmp_path / "topologies.json").read_text())
+    assert kept["stopped"] and list(kept["topologies"]) == ["sequential"]
+
+
 def test_topologies_stopped_while_stages_run_alone_show_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.topologies.alone", stopping(lambda graph: {}, 1))
     result = called("topologies", TOY[0], *FAST, "--repeat", 1, "--profile-stages")
