@@ -54,9 +54,9 @@ def topologies(
 ) -> None:
     """Compare graphs of one dataflow: speed, why, and results.
 
-    They run in turns; the exit code is 1 if they computed different things, or if a run failed. Before the timed runs each runs once for
-    what has to be compiled or tuned, and for a digest of every step. --repeat 0 takes the times of that one run, after
-    its warm-up and with the digests in it: for graphs whose runs take minutes.
+    They run in turns; the exit code is 1 if they computed different things, or if a run failed. Before the timed runs
+    each runs once for what has to be compiled or tuned, and for a digest of every step. --repeat 0 takes the times of
+    that one run, after its warm-up and with the digests in it: for graphs whose runs take minutes.
 
     key=value and overlay files are laid over every graph alike. For a variant of one graph write a small file, say
     two.yaml with `extends: graphs/overlapped.yaml` and `workers: {target: {replicas: 2}}`, and name both. The same
