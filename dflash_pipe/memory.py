@@ -1,22 +1,24 @@
 """How much memory each device of a plan needs, estimated before anything is loaded, and whether that can fit.
 
-Stages say what they need (`Stage.footprint`); what is added here are the messages on their way. Those towards another
-device lie there from the moment they are sent. The sum is an upper bound. Of stages that never compute at the same time
-only what needs most is counted: of those of one worker, and of a stage that fires once a window against those that
-it waits for around a feedback channel with one token. What no stage speaks of (the driver, a library's workspace,
-allocator waste) is not in it.
+Stages say what they need (`Stage.footprint`); messages on their way are added to it (`dflash_pipe.in_flight`). The sum
+is an upper bound, but for stages that are named as not known. Of stages that never compute at the same time only what
+needs most is counted: of those of one worker, and of a stage that fires once a window against those that it waits for
+around a feedback channel with one token. What no stage speaks of (the driver, a library's workspace, allocator waste)
+is not in it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_pipe.errors import BadInput
-from dflash_pipe.graph import ChannelSpec, Graph
-from dflash_pipe.plan import Plan, RoutePlan, WorkerPlan, stage_order
+from dflash_pipe.graph import Graph
+from dflash_pipe.in_flight import around, downstream, messages, upstream
+from dflash_pipe.plan import Plan, WorkerPlan, stage_order
 from dflash_pipe.stage import Context, Footprint
 
 __all__ = ["Need", "estimate", "memory_table", "refuse"]
@@ -27,20 +29,23 @@ _CLEARLY = 1.5
 
 @dataclass(frozen=True)
 class Need:
-    """What a device needs at most, largest part first, in bytes. has: all that there is of it; None if not known."""
+    """What a device needs at most, largest part first, in bytes. has: all that there is of it; None if not known.
+    unknown: stages that may need more, because they, or those whose messages they take, do not say what."""
 
     device: str
     parts: tuple[tuple[str, int], ...]
     has: int | None
+    unknown: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
         return sum(size for _, size in self.parts)
 
     def __str__(self) -> str:
-        name, size = self.parts[0]
         has = f" of {amount(self.has)}" if self.has is not None else ""
-        return f"{self.device} needs about {amount(self.total)}{has}, the largest part is {name} ({amount(size)})"
+        largest = "".join(f", the largest part is {name} ({amount(size)})" for name, size in self.parts[:1])
+        unknown = f"; not known: what else is needed by {', '.join(self.unknown)}" if self.unknown else ""
+        return f"{self.device} needs about {amount(self.total)}{has}{largest}{unknown}"
 
 
 def estimate(plan: Plan) -> list[Need]:
@@ -49,26 +54,30 @@ def estimate(plan: Plan) -> list[Need]:
     Raises `BadInput` where a stage cannot say what it needs, because of what it was given.
     """
     stations = [(worker, station) for worker in plan.workers for station in worker.stations]
-    prints = _footprints(plan)
-    parts: dict[str, list[tuple[str, int]]] = {station.device: [] for _, station in stations}
-    working: dict[str, list[_Work]] = {device: [] for device in parts}
+    prints, untold = _footprints(plan)
+    parts: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    working: dict[str, list[_Work]] = defaultdict(list)
+    unknown: dict[str, list[str]] = defaultdict(list)
     for worker, station in stations:
         own = prints[station.stage, worker.replica]
         name = station.stage if worker.spec.replicas == 1 else f"{station.stage}[{worker.replica}]"
         parts[station.device] += [(f"{name}: {part}", size) for part, size in own.held.items()]
+        parts["cpu"] += [(f"{name}: {part}, on the host", size) for part, size in own.host.items()]
         at_work = tuple((f"{name}: {part}, at work", size) for part, size in own.working.items())
         working[station.device].append(_Work(station.stage, worker.name, at_work))
-    for device, name, size in _messages(plan, prints):
-        parts[device].append((name, size))
+        if station.stage in untold:
+            unknown[station.device].append(name)
+    for device, name, count, size in messages(plan, prints):
+        parts[device].append((f"{name}: {count} message{'s' * (count > 1)} of {amount(size)}", count * size))
     turns = _turns(plan)
     needs = []
-    for device, fixed in parts.items():
+    for device in dict.fromkeys((*(station.device for _, station in stations), "cpu")):
         together = _most_at_once(working[device], turns)
-        listed = [part for part in (*fixed, *(p for work in together for p in work.parts)) if part[1]]
-        if listed:
-            listed.sort(key=lambda part: -part[1])
-            needs.append(Need(device, tuple(listed), _has(plan, device)))
-    return needs
+        listed = [part for part in (*parts[device], *(p for work in together for p in work.parts)) if part[1]]
+        listed.sort(key=lambda part: -part[1])
+        needs.append(Need(device, tuple(listed), _has(plan, device), tuple(unknown[device])))
+    said = any(need.parts for need in needs)
+    return [need for need in needs if need.parts or (said and need.unknown)]
 
 
 def refuse(needs: Sequence[Need]) -> None:
@@ -89,6 +98,7 @@ def memory_table(needs: Sequence[Need]) -> str:
         has = f" of {amount(need.has)}" if need.has is not None else ""
         lines.append(f"  {need.device}  {amount(need.total)}{has}")
         lines += [f"    {amount(size):>9}  {name}" for name, size in need.parts]
+        lines += [f"    not known  what else is needed by {name}" for name in need.unknown]
     return "\n".join(lines)
 
 
@@ -108,18 +118,23 @@ def _has(plan: Plan, device: str) -> int | None:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def _footprints(plan: Plan) -> dict[tuple[str, int], Footprint]:
-    """(stage, replica) -> what it says, senders before receivers; nothing from a stage that says nothing."""
+def _footprints(plan: Plan) -> tuple[dict[tuple[str, int], Footprint], set[str]]:
+    """(stage, replica) -> what it says, senders before receivers; and the stages of which that need not be all: they
+    say nothing, or nobody tells them what comes in with each message."""
     graph = plan.graph
     prints: dict[tuple[str, int], Footprint] = {}
+    untold: set[str] = set()
     for stage in stage_order(graph):
         feeding = [(c, to.port) for c in graph.channels.values() for to in c.receivers if to.stage == stage]
         told = {port: prints[c.sender, 0].told for c, port in feeding if c.initial == 0}
+        blind = any(c.sender in untold or told[port] is None for c, port in feeding if c.per == "message")
+        if blind or not hasattr(graph.stages[stage].make, "footprint"):
+            untold.add(stage)
         for worker in plan.workers:
             for station in worker.stations:
                 if station.stage == stage:
                     prints[stage, worker.replica] = _footprint(graph, worker, station.device, stage, told)
-    return prints
+    return prints, untold
 
 
 def _footprint(graph: Graph, worker: WorkerPlan, device: str, stage: str, told: dict[str, Any]) -> Footprint:
@@ -187,129 +202,11 @@ def _turns(plan: Plan) -> list[tuple[set[str], set[str]]]:
     Stages that fire once a message are not: within a window they take different messages.
     """
     graph = plan.graph
-    steps = _steps(graph)
     once = {station.stage for worker in plan.workers for station in worker.stations if station.rate == "window"}
     turns = []
     for feedback in graph.channels.values():
         if feedback.initial == 1 and feedback.per == "window":
-            cycle = _cycle(graph, feedback)
-            alone = {stage for stage in cycle & once if cycle <= _before(steps, stage) | _reached(steps, {stage})}
+            cycle = around(graph, feedback)
+            alone = {stage for stage in cycle & once if cycle <= upstream(graph, stage) | downstream(graph, {stage})}
             turns.append((alone, cycle))
     return turns
-
-
-def _cycle(graph: Graph, feedback: ChannelSpec) -> set[str]:
-    """The stages on the cycles that a feedback channel closes."""
-    steps = _steps(graph)
-    return _reached(steps, {to.stage for to in feedback.receivers}) & _before(steps, feedback.sender)
-
-
-def _steps(graph: Graph) -> list[tuple[str, str]]:
-    """(sender, receiver) of what is no feedback."""
-    return [(c.sender, to.stage) for c in graph.channels.values() if c.initial == 0 for to in c.receivers]
-
-
-def _before(steps: Sequence[tuple[str, str]], stage: str) -> set[str]:
-    return _reached([(to, sender) for sender, to in steps], {stage})
-
-
-def _reached(steps: Sequence[tuple[str, str]], begin: set[str]) -> set[str]:
-    reached, before = set(begin), set[str]()
-    while reached != before:
-        before = set(reached)
-        reached |= {to for sender, to in steps if sender in before}
-    return reached
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
-def _messages(plan: Plan, prints: Mapping[tuple[str, int], Footprint]) -> Iterator[tuple[str, str, int]]:
-    """(device, name, bytes) of what is on its way, or in the hands of those at the ends.
-
-    A payload that goes into several channels lies there once on its sender's device; towards another one each channel
-    copies it by itself.
-    """
-    shared: dict[tuple[str, str, str], list[tuple[int, int, str]]] = {}
-    for (device, name), (channel, count, size) in _counted(plan, prints).items():
-        if {device} == set(_devices(plan, channel.sender)):
-            shared.setdefault((device, channel.sender, channel.per), []).append((count * size, count, name))
-        else:
-            yield device, _messages_of(name, count, size), count * size
-    for (device, _, _), found in shared.items():
-        total, count, name = max(found)
-        yield device, _messages_of(name, count, total // count), total
-
-
-def _messages_of(name: str, count: int, size: int) -> str:
-    return f"{name}: {count} message{'s' if count > 1 else ''} of {amount(size)}"
-
-
-def _counted(
-    plan: Plan, prints: Mapping[tuple[str, int], Footprint]
-) -> dict[tuple[str, str], tuple[ChannelSpec, int, int]]:
-    """(device, channel's name) -> the channel, how many of its payloads lie there at most, and the bytes of one."""
-    found: dict[tuple[str, str], tuple[ChannelSpec, int, int]] = {}
-    for route in plan.routes:
-        channel = route.channel
-        own = prints[channel.sender, 0]
-        end_window = channel.per == "window" and plan.graph.stages[channel.sender].signature.window_output is not None
-        size = own.window_sent if end_window else own.sent
-        for device, count in _on_their_way(plan, route, size):
-            before = found[device, channel.name][1] if (device, channel.name) in found else 0
-            found[device, channel.name] = channel, before + count, size
-    return found
-
-
-def _on_their_way(plan: Plan, route: RoutePlan, size: int) -> Iterator[tuple[str, int]]:
-    """(device, how many payloads of a route lie there at most): one is being made, some wait, one is in use."""
-    if not size:
-        return
-    senders, receivers = _devices(plan, route.channel.sender), _devices(plan, route.to.stage)
-    tokens, waiting = _tokens(plan.graph, route.channel), _waiting(plan, route, size)
-    for receiver in receivers:
-        gathered = len(senders) if route.kind == "gathered" else 1
-        count = (waiting + 1) * gathered
-        if tokens is not None:  # around a cycle, never more; the receiver keeps its last one until the next is there
-            count = min(count, (tokens + (1 if route.feedback else 0)) * gathered)
-        yield receiver, count
-    if route.kind == "local":
-        return  # what is being made is what will be in use
-    for sender in senders:
-        if {sender} == set(receivers) or (tokens is not None and sender in receivers):
-            continue  # the one that is about to be put in is the one that was made
-        made = 2  # one is being made while the last is copied
-        if route.kind == "shared" and len(set(receivers)) > 1:
-            made = waiting + 1  # where it goes is known when it is taken
-        yield sender, made if tokens is None else min(made, tokens)
-
-
-def _waiting(plan: Plan, route: RoutePlan, size: int) -> int:
-    """Payloads between the ends of a route, at most."""
-    if route.kind == "local":
-        return 0
-    room = route.channel.capacity
-    items = room.items if room.bytes is None else max(1, min(room.items, room.bytes // size))
-    items += 1  # the one that its sender is about to put in
-    if route.merge:
-        behind = [worker.reorder for worker in plan.workers if route.channel.sender in worker.spec.stages]
-        items = max(items, *(each or 0 for each in behind))
-    if route.channel.per == "message" and plan.graph.credits.messages is not None:
-        items = min(items, plan.graph.credits.messages)
-    return items
-
-
-def _tokens(graph: Graph, channel: ChannelSpec) -> int | None:
-    """How many messages can be around the cycle that a per-window channel lies on; None if it lies on none."""
-    if channel.per != "window":
-        return None
-    for feedback in graph.channels.values():
-        cycle = _cycle(graph, feedback) if feedback.initial and feedback.per == "window" else set()
-        if channel.sender in cycle and (channel is feedback or any(to.stage in cycle for to in channel.receivers)):
-            return feedback.initial
-    return None
-
-
-def _devices(plan: Plan, stage: str) -> list[str]:
-    """The device of each replica of a stage."""
-    return [s.device for worker in plan.workers for s in worker.stations if s.stage == stage]

@@ -60,13 +60,15 @@ class Context:
 class Footprint:
     """Bytes that a stage needs on its device, at most; each part under a name.
 
-    held: what it has from `open` on. working: what it has beside that only while it computes. sent, window_sent: one
-    payload that it sends, and one that `end_window` returns. told: anything that those who receive its messages need
-    to know for their own footprint, such as the shapes of the messages; handed on unread.
+    held: what it has from `open` on. working: what it has beside that only while it computes. host: what it has in the
+    host's memory, for a while or always, where that is not what it computes with. sent, window_sent: one payload that
+    it sends, and one that `end_window` returns. told: anything that those who receive its messages need to know for
+    their own footprint, such as the shapes of the messages; handed on unread.
     """
 
     held: dict[str, int] = dataclasses.field(default_factory=dict)
     working: dict[str, int] = dataclasses.field(default_factory=dict)
+    host: dict[str, int] = dataclasses.field(default_factory=dict, kw_only=True)
     sent: int = 0
     window_sent: int = 0
     told: Any = None

@@ -52,6 +52,10 @@ class Transport:
         """Called by the receiver; returns the payload on the receiver's device."""
         return payload
 
+    def through_host(self, device: str, to: str) -> bool:
+        """Whether what goes from one device to another lies in the host's memory on its way."""
+        return False
+
     def follow(self, device: str) -> None:
         """Called by a worker after it gave `device` work: wait until what it gave the time before is done."""
 

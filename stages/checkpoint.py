@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from dflash_pipe import BadInput, Context, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.arrow_rows import recipe_of
 from stages.dflash_model import DrafterKeys
 from stages.drafter_files import export, launch_lines, load_drafter, read_record, refuse_what_is_no_export
+from stages.footprints import parameter_count
 from stages.messages import Parameters
 from stages.model_source import locate
 
@@ -40,6 +41,12 @@ class Export(Stage):
         if replicas != 1:
             raise BadInput(f"Export writes one folder, expected 1 replica, not {replicas}")
         DrafterKeys.pick(self.drafter).check()
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """On the host, in bfloat16, what is written and what is read again. What it keeps is the message that it has in
+        hand, which counts among those on their way."""
+        size = parameter_count(DrafterKeys.pick(self.drafter).sizes())
+        return Footprint(host={"weights, as they are exported": 2 * 2 * size})
 
     def open(self, ctx: Context) -> None:
         keys = DrafterKeys.pick(self.drafter)

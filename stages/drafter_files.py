@@ -29,6 +29,7 @@ __all__ = [
     "export",
     "launch_lines",
     "load_drafter",
+    "read_config",
     "read_record",
     "refuse_other_target",
     "refuse_what_is_no_export",
@@ -116,12 +117,8 @@ def _check(config: DrafterConfig, tensors: dict[str, Tensor], folder: Path) -> N
         raise BadInput(f"{folder}: the exported drafter drafts differently from the trained one")
 
 
-def load_drafter(folder: str | Path) -> tuple[DrafterConfig, DFlashModel]:
-    """A drafter's config and its model: bfloat16 (or as it was saved), on the CPU.
-
-    Raises BadInput for a folder that is no drafter: config.json or weights missing or damaged, a key missing
-    (`target_layer_ids` is never guessed), a tensor missing, unexpected, or of another shape.
-    """
+def read_config(folder: str | Path) -> DrafterConfig:
+    """A drafter's config. Raises BadInput for a folder that is no drafter."""
     folder = Path(folder)
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a directory (expected one with {CONFIG} and {WEIGHTS})")
@@ -129,6 +126,16 @@ def load_drafter(folder: str | Path) -> tuple[DrafterConfig, DFlashModel]:
         config = DrafterConfig.from_json(_read_json(folder, CONFIG))
     except BadInput as error:
         raise error.at(str(folder / CONFIG)) from None
+    return config
+
+
+def load_drafter(folder: str | Path) -> tuple[DrafterConfig, DFlashModel]:
+    """A drafter's config and its model: bfloat16 (or as it was saved), on the CPU.
+
+    Raises BadInput for a folder that is no drafter: config.json or weights missing or damaged, a key missing
+    (`target_layer_ids` is never guessed), a tensor missing, unexpected, or of another shape.
+    """
+    config, folder = read_config(folder), Path(folder)
     file = folder / WEIGHTS
     if not file.is_file():
         raise BadInput(f"{WEIGHTS} is missing", str(folder))

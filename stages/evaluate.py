@@ -9,6 +9,7 @@ Shape legend: B sequences, S padded length, W responses, N anchors drafted at on
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_pipe import BadInput, Context, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.arrow_rows import recipe_of
 from stages.dflash_loss import block_inputs
+from stages.dflash_masks import resolve_attention
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten, initial_parameters
-from stages.drafter_files import load_drafter, read_record, refuse_other_target
+from stages.drafter_files import load_drafter, read_config, read_record, refuse_other_target
+from stages.footprints import drafter_step_bytes, parameter_count
 from stages.frozen import load_frozen
 from stages.messages import AcceptanceCounts, FeatureBatch
-from stages.model_source import Weights
-from stages.target_model import resolve_layers
+from stages.model_source import Weights, text_config
+from stages.target_model import resolve_dtype, resolve_layers
 
 __all__ = ["AcceptanceReport", "AcceptanceWalk"]
 
@@ -54,9 +57,16 @@ class _Walks:
         row, first = np.nonzero(edges == 1)
         return _Walks(row, np.nonzero(edges == -1)[1], first)
 
-    def going(self) -> np.ndarray:
-        """Numbers of the walks that have not ended."""
-        return np.flatnonzero(self.anchor < self.stop - 1)
+    def going(self, most: int) -> np.ndarray:
+        """Numbers of the walks that have not ended: of each row the first `most`."""
+        live = np.flatnonzero(self.anchor < self.stop - 1)
+        return live[_places(self.row[live]) < most]
+
+
+def _places(row: np.ndarray) -> np.ndarray:
+    """[W] ordered -> a walk's number among those of its row."""
+    _, first, of_row = np.unique(row, return_index=True, return_inverse=True)
+    return np.arange(len(row)) - first[of_row]
 
 
 class AcceptanceWalk(Stage):
@@ -69,8 +79,8 @@ class AcceptanceWalk(Stage):
     what a fresh drafter is built from (those of stage drafter, such as num_layers, block_size and mask_token_id). data:
     the data set that is walked; a warning is logged where the drafter was trained with another template or thinking
     flag, or where the responses are not the target's own. block_size: a smaller one than was trained (null: the same).
-    anchors: blocks drafted in one pass for a response, at its anchor and at the tokens behind, most of which the walk
-    then needs no further pass for; the result is the same for every number. weights: "random" reads no checkpoint.
+    anchors: blocks drafted in one pass for a row, at its responses' anchors and at the tokens behind, most of which the
+    walk then needs no further pass for; the result is the same for every number. weights: "random" reads no checkpoint.
     """
 
     path: str | None
@@ -92,6 +102,28 @@ class AcceptanceWalk(Stage):
     def _keys(self) -> DrafterKeys:
         of_target = {"target": self.target, "revision": self.revision, "layers": self.layers, "weights": self.weights}
         return DrafterKeys.pick({**(self.keys or {}), **of_target})
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Weights and the frozen matrices in the dtype that a target of dtype auto computes in; what one pass needs.
+        Drafting keeps no more of a layer than training does; a part of the rows is drafted with a copy of theirs."""
+        config = self._keys().sizes() if self.path is None else read_config(self.path)
+        device, dtype = torch.device(ctx.device), resolve_dtype("auto", ctx.device)
+        shapes, parameters = told["features"] or [], parameter_count(config)
+        attention = resolve_attention("auto", device, config.head_dim)
+        kinds = {"fused": attention == "fused", "dense": attention == "sdpa"}
+        one = dataclasses.replace(config, num_hidden_layers=1, layer_types=config.layer_types[:1])
+        drafting = drafter_step_bytes(one, shapes, self.anchors, dtype, **kinds)
+        some = max(((rows - 1) * length for rows, length in shapes), default=0) * config.feature_size * dtype.itemsize
+        matrix = config.vocab_size * config.hidden_size * dtype.itemsize
+        tied = text_config(self.target, self.revision).tie_word_embeddings
+        return Footprint(
+            held={"weights": parameters * dtype.itemsize, "frozen embedding and head": matrix * (1 if tied else 2)},
+            working={
+                f"drafting of {self.anchors} blocks a row": drafting + some,
+                "logits": _HEAD_ROWS * config.vocab_size * dtype.itemsize,
+            },
+            host={"weights, as they are read": 4 * parameters},
+        )
 
     def open(self, ctx: Context) -> None:
         """Raises BadInput where drafter, target, layers and block size do not fit together."""
@@ -141,9 +173,10 @@ class AcceptanceWalk(Stage):
         first = walks.anchor.copy()
         verifications = np.zeros(len(first), dtype=np.int64)
         accepted, offered = np.zeros((2, self.block), dtype=np.int64)
-        while len(live := walks.going()):
+        most = min(self.anchors, features.hidden.shape[1] - 1)
+        while len(live := walks.going(most)):
             start = walks.anchor[live]
-            agreed = self._agreement(features, walks.row[live], walks.stop[live], start)
+            agreed = self._agreement(features, walks.row[live], walks.stop[live], start, most)
             while True:
                 at = walks.anchor[live] - start
                 here = np.flatnonzero((at < agreed.shape[1]) & (walks.anchor[live] < walks.stop[live] - 1))
@@ -175,15 +208,18 @@ class AcceptanceWalk(Stage):
             self.model.requires_grad_(False)
             self.frozen = load_frozen(self.target, self.revision, self.dtype, self.device, self.weights)
 
-    def _agreement(self, features: FeatureBatch, row: np.ndarray, stop: np.ndarray, start: np.ndarray) -> np.ndarray:
+    def _agreement(
+        self, features: FeatureBatch, row: np.ndarray, stop: np.ndarray, start: np.ndarray, most: int
+    ) -> np.ndarray:
         """[W, N'] int64: drafted tokens that agree with the response in the blocks at start, start + 1, ...
 
-        row, stop, start: [W], ordered by row. 0 where no block is drafted, because the response has no token behind.
+        row, stop, start: [W], ordered by row. most: blocks a row, at least as many as it has walks. 0 where no block is
+        drafted, because the response has no token behind.
         """
-        width = min(self.anchors, int((stop - 1 - start).max()))
+        rows, of_row = np.unique(row, return_inverse=True)
+        place = _places(row)
+        width = min(most // (int(place.max()) + 1), int((stop - 1 - start).max()))
         spot = start[:, None] + np.arange(width)
-        rows, first, of_row = np.unique(row, return_index=True, return_inverse=True)
-        place = np.arange(len(row)) - first[of_row]  # a walk's number among those of its row
         anchors, keep, ends = np.zeros((3, len(rows), place.max() + 1, width), dtype=np.int64)
         keep[of_row, place] = spot < stop[:, None] - 1
         anchors[of_row, place] = spot * keep[of_row, place]
@@ -220,6 +256,10 @@ class AcceptanceReport(Stage):
     """
 
     about: dict[str, Any] | None = None
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Next to nothing: a few numbers of each response."""
+        return Footprint()
 
     def open(self, ctx: Context) -> None:
         self.ctx = ctx

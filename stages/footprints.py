@@ -16,9 +16,10 @@ What a drafter's layer keeps for its backward pass, in numbers of the compute dt
     a context token, of width G: as many
     a row             a dense mask, (D / B) · (S + D / B)   tiles of a mask (not counted)
 
-Beside its layers: 4 H a draft token (the last x, its norm, the rows that are supervised, their gradient), 3 H (modules)
-or 2 H (fused) a context token (what fc gives and its norm), and in the backward pass of one MLP 3 I or 1 I a draft
-token. That both counts are right is tested against what autograd saves.
+Beside its layers, a draft token: 5 H (its embedding, the last x, its norm, the supervised rows, their gradient), and
+in the backward pass of one MLP 3 I (modules) or 1 I (fused). A context token: 4 H (what fc gives, its norm, in the
+backward pass a layer's share of its gradient, and the sum) and the gradients of keys and values, as much as one more
+layer keeps. Each: cos and sin, 2 head_dim. All this is tested against what autograd saves, and what a step allocates.
 """
 
 from __future__ import annotations
@@ -39,17 +40,16 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Kept:
-    """How many numbers are kept, by their width. context: beside the layers; transient: of one MLP's backward pass."""
+    """How many numbers a layer keeps, by their width. transient: of one MLP's backward pass."""
 
     hidden: int
     query: int
     key: int
     mlp: int
-    context: int
     transient: int
 
 
-_MODULES, _FUSED = _Kept(6, 4, 4, 4, 3, 3), _Kept(2, 3, 3, 2, 2, 1)
+_MODULES, _FUSED = _Kept(6, 4, 4, 4, 3), _Kept(2, 3, 3, 2, 1)
 
 
 def parameter_count(config: DrafterConfig) -> int:
@@ -89,8 +89,8 @@ def drafter_step_bytes(
     heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     layer = kept.hidden * hidden + kept.query * heads[0] + kept.key * heads[1] + kept.mlp * mlp
-    draft = layers * layer + 4 * hidden + kept.transient * mlp
-    context = layers * kept.key * heads[1] + kept.context * hidden
+    draft = layers * layer + 5 * hidden + kept.transient * mlp + 2 * config.head_dim
+    context = (layers + 1) * kept.key * heads[1] + 4 * hidden + 2 * config.head_dim
 
     def numbers(rows: int, length: int) -> int:
         slots = min(num_anchors, length - 1) * config.block_size

@@ -88,7 +88,8 @@ class AdamW(Stage):
         working = {"gradient": 4 * size * sums}
         if self.digest:
             working["digest"] = 24 * min(size, AT_ONCE)
-        return Footprint({"float32 weights and moments": 12 * size}, working, sent=sent)
+        host = {"state, as it is saved": 12 * size}
+        return Footprint({"float32 weights and moments": 12 * size}, working, host=host, sent=sent)
 
     def open(self, ctx: Context) -> None:
         keys = DrafterKeys.pick(self.drafter)

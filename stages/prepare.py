@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from dflash_pipe import BadInput, Context, Source, Stage
+from dflash_pipe import BadInput, Context, Footprint, Source, Stage
 from dflash_pipe.errors import nearest
 from stages.arrow_rows import recipe_of
 from stages.arrow_shards import assemble, copy_rows, write_shard
@@ -52,6 +52,10 @@ class JsonlConversations(Source[Conversations]):
     def check(self, replicas: int) -> None:
         if self.batch < 1:
             raise BadInput(f"batch is {self.batch}, expected at least 1")
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Some text. told: rows in a message, at most."""
+        return Footprint(told=self.batch)
 
     def open(self, ctx: Context) -> None:
         path = Path(self.path)

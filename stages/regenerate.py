@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from jinja2.exceptions import TemplateError
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from dflash_pipe import BadInput, Context, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage
+from stages.footprints import forward_bytes
 from stages.messages import Conversations, TokenRows
-from stages.model_source import load_tokenizer
-from stages.target_model import Dtype, load_full
+from stages.model_source import load_tokenizer, quiet, text_config
+from stages.target_model import Dtype, load_full, reference_kernels_on_cpu, resolve_dtype
 from stages.tuning import prepare_kernels
 
 __all__ = ["Regenerate"]
@@ -67,6 +68,29 @@ class Regenerate(Stage):
         for name in ("max_new_tokens", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Weights; keys and values of the longest answers to the longest prompts, those of one layer twice, because
+        they grow by being copied; what reading the prompts needs, its mask as bytes and as numbers. A checkpoint is
+        read on the CPU. told: conversations in a message."""
+        config, dtype = text_config(self.model, self.revision), resolve_dtype(self.dtype, ctx.device)
+        rows, longest = told["conversations"] or 0, self.max_prompt_tokens + self.max_new_tokens
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * size
+        cached = 2 * (config.num_hidden_layers + 1) * keys * longest * dtype.itemsize
+        prompt = forward_bytes(config, (1, self.max_prompt_tokens), dtype.itemsize)
+        prompt += self.max_prompt_tokens**2 * (1 + dtype.itemsize)
+        # Logits are searched in float32; ids and their mask are copied with each token.
+        tokens = config.vocab_size * (dtype.itemsize + 4) + longest * 32
+        weights = _weight_count(self.model, self.revision, ctx.device) * dtype.itemsize
+        return Footprint(
+            held={"weights": weights},
+            working={
+                f"keys and values of {rows} x {longest} tokens": rows * cached,
+                f"prompts of {rows} x {self.max_prompt_tokens} tokens": rows * (prompt + tokens),
+            },
+            host={"weights, as they are read": 0 if ctx.device == "cpu" else weights},
+        )
 
     def open(self, ctx: Context) -> None:
         """Load tokenizer and model. Raises `BadInput` for a target without a chat template or too short a context."""
@@ -200,6 +224,15 @@ class Regenerate(Stage):
 
     def close(self) -> None:
         self._model = None
+
+
+def _weight_count(model: str, revision: str | None, device: str) -> int:
+    """Numbers in the whole model, from its config alone. Raises `BadInput`."""
+    config, auto = text_config(model, revision), cast(Any, AutoModelForCausalLM)
+    if device == "cpu" and "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        reference_kernels_on_cpu()  # decided when transformers imports the model's code, which is now
+    with quiet(), torch.device("meta"):
+        return sum(weight.numel() for weight in auto.from_config(config).parameters())
 
 
 def _dialogue(row: dict[str, Any], dropped: Counter[str]) -> _Dialogue | None:

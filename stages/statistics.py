@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_pipe import BadInput, Context, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.messages import FeatureBatch
 from stages.model_source import text_config
 from stages.target_model import resolve_layers
@@ -36,6 +37,13 @@ class FeatureStatistics(Stage):
     target: str
     revision: str | None = None
     layers: int | list[int] = 5
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Two float64 numbers a feature; while it adds a row, that in float64 and its distances from the mean."""
+        config = text_config(self.target, self.revision)
+        features = len(resolve_layers(self.layers, config.num_hidden_layers)) * config.hidden_size
+        longest = max((length for _, length in told["features"] or ()), default=0)
+        return Footprint({"sums": 16 * features}, {"a row": 8 * features * (2 * longest + 4)})
 
     def open(self, ctx: Context) -> None:
         config = text_config(self.target, self.revision)

@@ -70,8 +70,11 @@ class TargetForward(Stage):
         if loading > sum(held.values()) + sum(working.values()):
             held, working = {}, {"matrices that loading drops again": loading}
         held["weights"] = weight_count(self.model, self.revision, self.layers, ctx.device) * dtype.itemsize
+        head = config.vocab_size * config.hidden_size * dtype.itemsize
+        host = {"weights, as they are read": held["weights"] + head} if on_gpu and self.weights == "pretrained" else {}
         largest = max(shapes, key=math.prod, default=(0, 0))
-        return Footprint(held, working, sent=feature_bytes(largest, width, dtype.itemsize), told=shapes)
+        sent = feature_bytes(largest, width, dtype.itemsize)
+        return Footprint(held, working, host=host, sent=sent, told=shapes)
 
     def _loading_numbers(self, config: Any, on_gpu: bool) -> int:
         """Numbers on the device only while the target is loaded, each matrix [V, H] (see `load_truncated`): of a random

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dflash_pipe import Context, Stage
+from dflash_pipe import Context, Footprint, Stage
 from stages.messages import Parameters
 
 __all__ = ["Track"]
@@ -14,6 +14,10 @@ __all__ = ["Track"]
 
 class Track(Stage):
     """Report `step` and the metrics of every step, as plain numbers; weights that no step made have none."""
+
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Next to nothing."""
+        return Footprint()
 
     def open(self, ctx: Context) -> None:
         self.ctx = ctx

@@ -223,7 +223,7 @@ def kept():
     for rows, length in ((2, 40), (1, 20)):
         (one, said_of_one), (two, said_of_two) = (saved(layers, rows, length) for layers in (1, 2))
         assert two - one == said_of_two - said_of_one, (two - one, said_of_two - said_of_one)
-        assert one < said_of_one < 1.5 * one, (one, said_of_one)
+        assert one < said_of_one < 1.7 * one, (one, said_of_one)  # a step needs more than it keeps
 
 
 def nothing():

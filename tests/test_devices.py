@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stages.cuda import Streams
-from stages.devices import DeviceTransport
+from stages.devices import DeviceTransport, HostStagedTransport
 from stages.tensors import mapped
 
 
@@ -145,3 +145,11 @@ def test_copies_that_must_go_through_the_host_are_said_once_a_pair(
         asked(Streams(staged=True), *pairs)  # asked for
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "cuda:0 and cuda:2 cannot reach each other's memory: copies go through the host"
+
+
+def test_what_lies_on_the_host_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a GPU from anywhere that it cannot read: through pinned memory."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, to: to == "cuda:1")
+    ways = [("cpu", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:2"), ("cuda:0", "cuda:0"), ("cuda:0", "cpu")]
+    assert [DeviceTransport().through_host(*way) for way in ways] == [True, False, True, False, False]
+    assert [HostStagedTransport().through_host(*way) for way in ways] == [True, True, True, False, False]

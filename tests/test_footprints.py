@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,10 @@ def test_a_full_size_plan_fits_or_is_refused_before_anything_is_loaded() -> None
         refuse(list(needs("data.rows=20").values()))
 
 
-@pytest.mark.parametrize(("device", "measured"), [("cuda:0", 54.8e9), ("cuda:1", 66.0e9)])
-def test_a_run_that_was_measured_stayed_below(device: str, measured: float) -> None:
-    """The most that the allocator had given out in a run on two H200 of 139 GiB, with torch 2.13."""
-    found = needs("window=2", "target.shapes=[[3,2000]]", target="qwen3_6_27b")[device]
-    assert measured < found.total < 1.08 * measured
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_a_run_that_was_measured_stayed_below(device: str) -> None:
+    """The most that the allocator had given out in a run on two H200; what is written beside it is today's estimate."""
+    written = json.loads(Path("benchmarks/results/h200/training_27b.json").read_text())["overlapped"]
+    found = needs("window=2", "optimizer.digest=true", "target.shapes=[[3,2000]]", target="qwen3_6_27b")[device]
+    assert written["memory_peak_bytes"][device] < found.total < 1.08 * written["memory_peak_bytes"][device]
+    assert written["memory_estimated_gib"][device] == round(found.total / GIB, 1)

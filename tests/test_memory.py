@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def sizes(need: Need) -> dict[str, int]:
 
 def test_parts_and_messages_lie_where_they_are_needed(tmp_path: Path) -> None:
     found = needs(tmp_path, OVERLAPPED)
-    assert sizes(found["cpu"]) == {"batches: 2": 2}  # one is being made while the last is copied
+    assert sizes(found["cpu"]) == {"batches: 3": 3}  # one is made while the last is copied, one is read ahead
     assert sizes(found["gpu:0"]) == {
         "target: weights": 2 * GIB,
         "target: forward, at work": GIB,
@@ -145,9 +145,18 @@ def test_parts_and_messages_lie_where_they_are_needed(tmp_path: Path) -> None:
 def test_stages_of_one_worker_work_one_after_the_other(tmp_path: Path) -> None:
     parts = sizes(needs(tmp_path, SEQUENTIAL)["gpu:0"])
     assert [name for name in parts if name.endswith("at work")] == ["drafter: step, at work"]
-    assert parts["features: 1"] == 3000 and parts["params: 1"] == 500 and parts["grads: 1"] == 1024
+    assert parts["features: 1"] == 3000 and parts["grads: 1"] == 1024
+    assert parts["params: 2"] == 1000  # the drafter keeps the last ones until it is given those that are made now
     parts = sizes(needs(tmp_path, SEQUENTIAL, "data.rows=0")["gpu:0"])
     assert [name for name in parts if name.endswith("at work")] == ["optimizer: gradient, at work"]
+
+
+def test_a_worker_of_two_devices_has_what_it_hands_over_on_both(tmp_path: Path) -> None:
+    found = needs(tmp_path, SEQUENTIAL, 'main.device={"*": "gpu:0", optimizer: "gpu:1"}')
+    here, there = sizes(found["gpu:0"]), sizes(found["gpu:1"])
+    assert here["grads: 1"] == there["grads: 1"] == 1024
+    assert there["params: 1"] == 500 and here["params: 2"] == 1000
+    assert here["metrics: 1"] == 500  # where it was made it is the payload of params, too
 
 
 def test_what_may_run_ahead_is_added(tmp_path: Path) -> None:
@@ -164,8 +173,17 @@ def test_bounds_of_channels_and_of_credits(tmp_path: Path) -> None:
 
     assert features("features.capacity=5") == {"features: 7"}
     assert features("features.capacity={items: 5, bytes: 6000}") == {"features: 4"}
+    assert features("features.capacity={items: 5, bytes: 7000}") == {"features: 5"}  # others may be smaller
     assert features("credits={messages: 1}") == {"features: 2"}
     assert features("target.replicas=2") == {"features: 7"}  # two of them may be 6 ahead of the merge
+    # Each of two has brought one and waits for room.
+    two = ("target.replicas=2", "target.order=completion")
+    assert features(*two) == {"features: 5"}
+    assert features(*two, "features.group=2") == {"features: 6"}
+    # Both were dealt 4 while one works on its first, 4 are in the channel or about to be, and one is in use.
+    assert features("target.replicas=2", "target.take=round_robin") == {"features: 13"}
+    # One of them gets 2 of a window's 3 messages, the other up to 3 between two of its own.
+    assert features("target.replicas=2", "target.take=round_robin", "window=3") == {"features: 17"}
     apart = needs(
         tmp_path, OVERLAPPED, "drafter.replicas=2", "drafter.take=round_robin", "drafter.device=[gpu:0, gpu:1]"
     )
@@ -184,9 +202,27 @@ def test_each_channel_copies_for_itself(tmp_path: Path) -> None:
     assert here["metrics: 4"] == 2000 and not [name for name in here if name.startswith("params")]
 
 
+class Late(Stage):
+    def process(self, item: Item, metrics: Item) -> None: ...
+
+
+def test_replicas_are_not_in_step_and_the_last_of_a_window_is_kept(tmp_path: Path) -> None:
+    """What two replicas send to two stages need not be the same payloads, though all lie on one device."""
+    late = '  late: {use: "tests.test_memory:Late"}\nchannels:\n  seen: {from: target, to: late.item, capacity: 8}\n'
+    graph = GRAPH.replace("channels:\n", late) + "  late: {from: optimizer, to: late.metrics, per: window}\n"
+    workers = OVERLAPPED + '  late: {stages: [late], device: "gpu:0"}\n'
+    found = needs(tmp_path, workers, "target.replicas=2", "drafter.device=gpu:0", graph=graph)
+    here = sizes(found["gpu:0"])
+    assert here["seen: 7"] == 21000 and here["features: 7"] == 21000
+    assert here["late: 5"] == 2500  # a capacity of 2, about to be put in, just received, and kept until now
+    assert "params: 3" in sizes(needs(tmp_path, SEQUENTIAL, "params.initial=2")["gpu:0"])
+
+
 def test_what_waits_for_whoever_is_free_lies_where_it_was_made(tmp_path: Path) -> None:
     found = needs(tmp_path, OVERLAPPED, "target.replicas=2", "target.device=[gpu:0, gpu:1]")
-    assert sizes(found["cpu"])["batches: 4"] == 4
+    # A capacity of 2, one about to be put in, one in the hands of each that takes, and one that is read ahead.
+    assert sizes(found["cpu"])["batches: 6"] == 6
+    assert sizes(found["gpu:0"])["batches: 1"] == sizes(found["gpu:1"])["batches: 1"] == 1
 
 
 @pytest.mark.timeout(30)  # and not longer with each
@@ -197,6 +233,52 @@ def test_many_replicas_of_one_device_are_added_up_at_once(tmp_path: Path) -> Non
     assert at_work == [f"drafter[{k}]: step, at work" for k in range(48)]
     less = needs(tmp_path, OVERLAPPED, *many, "data.rows=0")["gpu:1"]
     assert [name for name, _ in less.parts if name.endswith("at work")] == ["optimizer: gradient, at work"]
+
+
+class Reads(Target):
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        return replace(super().footprint(ctx, {"item": told["item"] or 0}), host={"weights, as they are read": 3})
+
+
+class Silent(Data):
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        return Footprint(sent=1)
+
+
+def test_who_does_not_say_what_it_needs_is_named(tmp_path: Path) -> None:
+    found = needs(tmp_path, OVERLAPPED)
+    assert [found[device].unknown for device in found] == [(), (), ("track",)]
+    silent = GRAPH.replace("memory:Data", "memory:Silent").replace("memory:Target", "memory:Reads")
+    silent = silent.replace("memory:Drafter", "memory:Blind")
+    found = needs(tmp_path, OVERLAPPED, "target.replicas=2", graph=silent)
+    assert found["gpu:0"].unknown == ("target[0]", "target[1]") and found["gpu:1"].unknown == ("drafter", "track")
+    assert str(found["gpu:1"]).endswith("; not known: what else is needed by drafter, track")
+    assert "    not known  what else is needed by drafter" in memory_table(list(found.values())).splitlines()
+
+
+class Blind(Drafter):
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        return super().footprint(ctx, {"features": 0})
+
+
+def test_what_is_on_the_host_is_added_up_there(tmp_path: Path) -> None:
+    graph = GRAPH.replace("memory:Target", "memory:Reads")
+    found = needs(tmp_path, OVERLAPPED, "target.replicas=2", graph=graph)
+    host = {name: size for name, size in found["cpu"].parts if name.endswith("on the host")}
+    assert host == {f"target[{k}]: weights, as they are read, on the host": 3 for k in range(2)}
+    assert list(found) == ["cpu", "gpu:0", "gpu:1"]
+    everything_away = needs(tmp_path, SEQUENTIAL, graph=graph)
+    assert list(everything_away) == ["gpu:0", "cpu"] and everything_away["cpu"].total == 3
+
+
+class Staged(SmallDevices):
+    def through_host(self, device: str, to: str) -> bool:
+        return device != to and "cpu" not in (device, to)
+
+
+def test_what_goes_through_the_host_lies_there_too(tmp_path: Path) -> None:
+    found = needs(tmp_path, OVERLAPPED, graph=GRAPH.replace("memory:SmallDevices", "memory:Staged"))
+    assert sizes(found["cpu"]) == {"batches: 3": 3, "features: 4": 12000}
 
 
 class Norms(Stage):

@@ -61,9 +61,10 @@ def test_check_and_plan_tell_what_each_device_needs(
 ) -> None:
     devices = "transport=tests.test_footprints:TwoDevices"
     assert called(monkeypatch, "check", *GRAPHS, devices) == 0
-    first, second = capsys.readouterr().out.splitlines()[-2:]
+    first, second, host = capsys.readouterr().out.splitlines()[-3:]
     assert first.startswith("cuda:0 needs about ") and " of 80.0 GiB, the largest part is target: weights (" in first
     assert second.startswith("cuda:1 needs about ")
+    assert host.startswith("cpu needs about ") and "state, as it is saved, on the host" in host
     assert called(monkeypatch, "plan", *GRAPHS, devices) == 0
     assert "memory at most, estimated:\n" in capsys.readouterr().out
     assert called(monkeypatch, "check", *GRAPHS, devices, "data.rows=20") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ from dflash_pipe import Context, Footprint, Stamp
 from stages import optimizer, splitmix
 from stages.dflash_loss import Sums
 from stages.drafter import DrafterStep
+from stages.evaluate import AcceptanceWalk
 from stages.footprints import feature_bytes, forward_bytes
-from stages.messages import Gradients, Partial, TokenBatch
+from stages.messages import FeatureBatch, Gradients, Partial, TokenBatch
 from stages.model_source import text_config
 from stages.optimizer import AdamW
 from stages.random_rows import RandomTokens
+from stages.regenerate import Regenerate
+from stages.statistics import FeatureStatistics
 from stages.target import TargetForward
+from tests.interpreted import interpreted, with_every_triton
 from tests.live_bytes import LiveBytes
 
 KEYS: dict[str, Any] = {
@@ -41,6 +46,29 @@ def tokens(rows: int, length: int) -> TokenBatch:
 
 def working(said: Footprint) -> int:
     return sum(said.working.values())
+
+
+def test_a_row_of_the_statistics(tmp_path: Path) -> None:
+    stage = FeatureStatistics(target="tiny:qwen3", layers=[1, 3, 5])
+    stage.open(Context(folder=tmp_path))
+    batch = tokens(2, 300)
+    features = FeatureBatch(batch, torch.randn(2, 300, 3 * 64))
+    with LiveBytes() as live:
+        stage.process(features)
+    said = stage.footprint(Context(), {"features": [(2, 300)]})
+    assert live.peak <= working(said) <= 1.2 * live.peak
+
+
+def test_what_a_target_and_an_optimizer_have_on_the_host() -> None:
+    target = TargetForward(model="tiny:qwen3", layers=[1, 3])
+    said = target.footprint(Context(device="cuda:0"), {"batch": [(2, 300)]})
+    assert said.host == {"weights, as they are read": said.held["weights"] + 512 * 64 * 2}  # with a head
+    assert target.footprint(Context(), {"batch": [(2, 300)]}).host == {}
+    stage = AdamW(drafter=KEYS)
+    stage.open(Context())
+    with LiveBytes() as live:
+        stage.state()
+    assert sum(stage.footprint(Context(), {}).host.values()) == live.peak
 
 
 @pytest.mark.parametrize("digest", [False, True])
@@ -129,8 +157,14 @@ def test_what_loading_needs_counts_where_it_is_more() -> None:
     assert list(said.working) == ["forward pass of 1 x 5 tokens"]  # a checkpoint is read on the CPU
 
 
+@with_every_triton
+def test_a_fused_step_of_the_drafter(folder: str) -> None:
+    interpreted(folder, "-m", "tests.fused_memory_cases")
+
+
 @pytest.mark.parametrize(
-    ("rows", "length", "anchors", "chunk"), [(2, 100, 50, None), (2, 100, 50, 800), (2, 300, 20, 10), (3, 40, 512, 900)]
+    ("rows", "length", "anchors", "chunk"),
+    [(2, 100, 50, None), (2, 100, 50, 800), (2, 300, 20, 10), (3, 40, 512, 900), (1, 3000, 1, 1)],
 )
 def test_a_step_of_the_drafter(rows: int, length: int, anchors: int, chunk: int | None) -> None:
     """The chunk of logits is the largest part in two cases."""
@@ -146,6 +180,57 @@ def test_a_step_of_the_drafter(rows: int, length: int, anchors: int, chunk: int 
     assert 0.75 * working(said) < live.peak < working(said)
     if chunk and chunk > 100:
         assert live.peak > working(said) - said.working["logits"]
+
+
+@pytest.mark.parametrize("responses", [[(150, 190)], [(20 * k, 20 * k + 18) for k in range(9)], [(0, 2), (10, 140)]])
+@pytest.mark.parametrize("anchors", [3, 64])
+def test_a_walk_of_the_evaluation(responses: list[tuple[int, int]], anchors: int) -> None:
+    """Many short responses in a row, and a long one beside them. Half of the rows end early."""
+    target = TargetForward(model="tiny:qwen3", layers=[1, 3, 5], dtype="float32")
+    stage = AcceptanceWalk(path=None, target="tiny:qwen3", layers=[1, 3, 5], keys=KEYS, anchors=anchors)
+    for each in (target, stage):
+        each.open(Context())
+    batch = tokens(4, 200)
+    batch.loss_mask.zero_()
+    for start, stop in responses:
+        batch.loss_mask[:2, start:stop] = True
+    batch.loss_mask[2:, 150:195] = True
+    features = target.process(batch)
+    stage._fit(features.hidden)
+    with LiveBytes() as live:
+        stage.process(features)
+    said = stage.footprint(Context(), {"features": [(4, 200)]})
+    assert live.peak < working(said)
+    if anchors == 64 and responses[-1] == (10, 140):  # as many blocks in all rows
+        assert 0.3 * working(said) < live.peak
+
+
+def test_opening_the_evaluation() -> None:
+    features = FeatureBatch(tokens(1, 10), torch.zeros(1, 10, 192))
+    stage = AcceptanceWalk(path=None, target="tiny:qwen3", layers=[1, 3, 5], keys=KEYS)
+    said = stage.footprint(Context(), {"features": [(1, 10)]})
+    with LiveBytes() as live:
+        stage.open(Context())
+        stage._fit(features.hidden)
+        held = sum(said.held.values())
+        assert held <= live.now < held + 100  # and rotary frequencies
+    assert live.peak <= held + sum(said.host.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(("rows", "new"), [(5, 24), (16, 100)])
+def test_answers_of_the_target(name: str, rows: int, new: int) -> None:
+    stage = Regenerate(model=f"tiny:{name}", max_new_tokens=new, max_prompt_tokens=60, dtype="float32")
+    said = stage.footprint(Context(), {"conversations": rows})
+    stage.open(Context())
+    assert said.held["weights"] == 4 * sum(weight.numel() for weight in stage._model.parameters())
+    stage._model.generation_config.eos_token_id = None  # no answer ends early
+    with LiveBytes() as live:
+        stage._generate([[5 + row] * 60 for row in range(rows)])
+    assert 0.5 * working(said) < live.peak < working(said)
+    assert not sum(said.host.values())
+    on_gpu = stage.footprint(Context(device="cuda:0"), {"conversations": rows})
+    assert on_gpu.host == {"weights, as they are read": said.held["weights"]}
 
 
 def optimizer_of() -> AdamW:
