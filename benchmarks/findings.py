@@ -12,8 +12,10 @@ from benchmarks.graphs import VARIANT, is_control
 from benchmarks.interval import Estimate
 from dflash_pipe.forecast import TRUSTED, Forecast, Options, predict
 from dflash_pipe.forecast_table import duration, figure, unit_of
+from dflash_pipe.graph import transport_of
+from dflash_pipe.profile import Profile
 
-__all__ = ["Findings", "found", "rates"]
+__all__ = ["Findings", "found", "rates", "telling"]
 
 # So many times the messages that are worked on ahead have to be measured; a step as forecast needs no doubt.
 _MANY, _CLOSE = 5, 0.05
@@ -182,6 +184,8 @@ def _remarks(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: 
                 f"{topology.name} is the same graph as {original.name}, a control: its ratio should be 1 and is "
                 f"{gain}{sure and f' ({sure})'}"
             )
+        if telling(topology, first) is not first.middle.profile:
+            yield f"{topology.name} has another transport than {first.name}: its forecast is from its own profile"
         yield from (f"{topology.name}: {doubt}" for doubt in topology.middle.profile.doubts())
         ahead, measured = topology.ahead, topology.middle.profile.steps.count * topology.graph.window
         if measured < _MANY * ahead and abs(topology.step.median / forecast.pace.step - 1) > _CLOSE:
@@ -194,7 +198,6 @@ def _remarks(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: 
 def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> dict[str, str]:
     """What binds each topology and what would help, where its forecast was right; else by how much not, and whether a
     shared processor explains it."""
-    profile = compared[0].middle.profile
     said = {}
     for topology, forecast in zip(compared, forecasts, strict=True):
         off = topology.step.median / forecast.pace.step
@@ -202,6 +205,7 @@ def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> di
         if off > 1 + TRUSTED:
             said[topology.name] = f"takes {off:.2f} times its forecast, so what that advises is left out"
             together = dict.fromkeys(topology.graph.stages, "one processor")
+            profile = telling(topology, compared[0])
             shared = predict(topology.graph, profile, options=Options(together=together, changes=False)).pace.step
             if shared > 1.05 * forecast.pace.step:
                 said[topology.name] += (
@@ -211,6 +215,12 @@ def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> di
         elif off < 1 - TRUSTED:
             said[topology.name] = f"takes only {off:.2f} times its forecast, so what that advises is left out"
     return said
+
+
+def telling(topology: Topology, first: Topology) -> Profile:
+    """The profile that a topology is forecast from: the first's; its own, if another transport carries its messages."""
+    same = transport_of(topology.graph) == transport_of(first.graph)
+    return (first if same else topology).middle.profile
 
 
 def _verdict(topology: Topology, forecast: Forecast) -> str:

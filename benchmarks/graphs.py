@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_pipe import BadInput
 from dflash_pipe.check import check
-from dflash_pipe.graph import Graph, StageSpec, dataflow, load
+from dflash_pipe.graph import Graph, StageSpec, dataflow, load, transport_of
 from dflash_pipe.graph import difference as dataflow_difference
 from dflash_pipe.what_if import is_whole
 
@@ -85,7 +85,8 @@ def _with_own_names(files: Sequence[str], graphs: Sequence[Graph]) -> list[Graph
 
 def is_control(graph: Graph, first: Graph) -> bool:
     """Whether it is the same graph again, whatever it is called: running both shows what the machine alone does."""
-    return replace(graph, name=first.name, resolved=first.resolved) == first
+    alike = replace(graph, name=first.name, resolved=first.resolved) == first
+    return alike and transport_of(graph) == transport_of(first)
 
 
 def source(graph: Graph) -> StageSpec:

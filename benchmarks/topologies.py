@@ -17,15 +17,17 @@ from rich.table import Table
 
 from benchmarks.alone import alone
 from benchmarks.compare import Interrupted, Topology, clear, ratio, run_in_turns
-from benchmarks.findings import Findings, found, rates
+from benchmarks.findings import Findings, found, rates, telling
 from benchmarks.graphs import inputs, loaded, on_devices_of, source
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output, progress
 from dflash_pipe import BadInput
 from dflash_pipe.cli import writable
-from dflash_pipe.forecast import Forecast, predict
+from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration, figure
 from dflash_pipe.graph import Graph
+from dflash_pipe.memory import estimate, refuse
+from dflash_pipe.plan import plan
 from stages.arrow_rows import ArrowRows
 
 __all__ = ["topologies"]
@@ -66,13 +68,16 @@ def topologies(
     _refuse_to_overwrite(graphs, report, out)
     if same_devices:
         graphs = [on_devices_of(graphs[0], graph) for graph in graphs]
+    for graph in graphs:
+        refuse(estimate(plan(graph)))
     rows = rows or _rows(graphs[0])
     console = output()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     with progress(console) as told:
         compared, ceilings, stopped, failure = _measured(graphs, repeat, profile_stages, told)
         told("forecasting")
-        forecasts = [predict(topology.graph, compared[0].middle.profile) for topology in compared]
+        forecasts, hurried = _forecasts(compared)
+        stopped = stopped or hurried
     findings = found(compared, forecasts, rows)
     findings = replace(findings, headline=" ".join(filter(None, (stopped, findings.headline))))
     _print(console, findings, ceilings)
@@ -90,6 +95,16 @@ def topologies(
         raise typer.Exit(128 + signal.SIGINT)
     if findings.differences:
         raise typer.Exit(1)
+
+
+def _forecasts(compared: Sequence[Topology]) -> tuple[list[Forecast], str]:
+    """One for each; and in words what Ctrl-C left out, or ''."""
+    pairs = [(topology.graph, telling(topology, compared[0])) for topology in compared]
+    try:
+        return [predict(*pair) for pair in pairs], ""
+    except KeyboardInterrupt:
+        options = Options(changes=False)
+        return [predict(*pair, options=options) for pair in pairs], "Stopped before changes were forecast."
 
 
 def _measured(

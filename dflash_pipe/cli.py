@@ -120,7 +120,8 @@ def predict(
         raise BadInput("--gpus and --what-if ask for different tables: give one of them", "command line")
     if rows is not None and rows < 1:
         raise BadInput(f"--rows is {rows}, expected at least 1", "command line")
-    graph, measured, options = opened(graphs or []), load_profile(profile), Options(rows=rows)
+    measured, options = load_profile(profile), Options(rows=rows)
+    graph = opened(graphs or [], elsewhere=bool(measured.memory))
     writable("--write", write, [*graph.files, str(profile)], SPLIT_BEGINS)
     if rows is not None and not any("rows" in s.measures for parts in measured.stages.values() for s in parts.values()):
         raise BadInput("--rows: the profile measures no rows, so there is no ETA", str(profile))
@@ -154,12 +155,12 @@ def _show(table: RenderableType) -> None:
         print(unpadded(table, width=10_000))
 
 
-def opened(arguments: list[str]) -> Graph:
-    """Load and check the graph that these files and overrides give. Raises BadInput."""
+def opened(arguments: list[str], *, elsewhere: bool = False) -> Graph:
+    """Load and check the graph that these files and overrides give; elsewhere: as for `load`. Raises BadInput."""
     files = _files(arguments)
     if not files:
         raise BadInput("no graph file given (for example graphs/overlapped.yaml)", "command line")
-    graph = load(files, [a for a in arguments if a not in files])
+    graph = load(files, [a for a in arguments if a not in files], elsewhere=elsewhere)
     check_graph(graph)
     return graph
 

@@ -16,7 +16,7 @@ from dflash_pipe.critical import Cycle, critical_cycle, seconds_by_stage
 from dflash_pipe.cycles import events, is_marked, maximum_ratio
 from dflash_pipe.errors import BadInput, Stalled, nearest
 from dflash_pipe.exclusive import Exclusive, Resource, shared_cores, shared_devices
-from dflash_pipe.graph import Graph
+from dflash_pipe.graph import Graph, transport_of
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import Profile
@@ -114,7 +114,7 @@ def predict(graph: Graph, profile: Profile, what_ifs: Sequence[str] = (), option
 class _Prediction:
     def __init__(self, profile: Profile, options: Options) -> None:
         self.options = options
-        self.profiled = graph_of(profile.graph, "the profile's graph")
+        self.profiled = graph_of(profile.graph, "the profile's graph", elsewhere=bool(profile.memory))
         self.doubts = tuple(profile.doubts())
         if not profile.steps.mean > 0:
             raise BadInput("the profile's steps took no time")
@@ -205,6 +205,8 @@ class _Prediction:
 
     def _pace(self, graph: Graph, faster: Mapping[str, float]) -> Pace:
         """faster: stage -> factor on its times."""
+        if (other := transport_of(graph)) != (measured := transport_of(self.profiled)):
+            raise BadInput(f"the profile was measured with transport {measured}; it does not tell what {other} does")
         profile, remarks, off = resized(self.profile, sizes(self.profiled, graph, self.profile))
         for stage, factor in faster.items():
             profile = sped_up(profile, stage, factor)

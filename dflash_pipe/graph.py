@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from dflash_pipe.keys import ChannelKeys, CreditsKeys, GraphKeys, WorkerKeys, va
 from dflash_pipe.located import Located, at, dumps, located, overlay, plain, read, under
 from dflash_pipe.names import missing, override, resolve, used
 from dflash_pipe.stage import FunctionStage, Signature, Stage
-from dflash_pipe.transport import Transport
+from dflash_pipe.transport import Elsewhere, Transport
 from dflash_pipe.use import load_object
 
 __all__ = [
@@ -148,11 +148,12 @@ class Graph:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Graph:
+def load(files: Sequence[str | Path], overrides: Sequence[str] = (), *, elsewhere: bool = False) -> Graph:
     """Read, overlay, override and validate. Raises `BadInput`: one line with the place.
 
     files: later ones overlay earlier ones. overrides: `key=value`, the value is YAML, the key `stage.parameter`,
-    `worker.key`, `channel.key` or a full path.
+    `worker.key`, `channel.key` or a full path. elsewhere: where this machine has no accelerators, lay the graph out for
+    one that has those that it names.
     """
     tree, names = read(files)
     tree = overlay(located({"name": Path(files[0]).stem, "seed": 0, "window": 1, "threads": None}, names[-1]), tree)
@@ -162,6 +163,8 @@ def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Graph:
     tree = resolve(tree)
     keys: GraphKeys = validate(GraphKeys, tree, ())
     transport = _transport(tree, keys)
+    if elsewhere and not transport.accelerators():
+        transport = Elsewhere(_named_devices(keys))
     workers = {name: _worker(tree, name, worker, transport) for name, worker in keys.workers.items()}
     replicas = {stage: worker.replicas for worker in workers.values() for stage in worker.stages}
     stages = {name: _stage(tree, name, stage.use, replicas.get(name, 1)) for name, stage in keys.stages.items()}
@@ -206,6 +209,11 @@ def dataflow(graph: Graph) -> dict[str, Any]:
     return dict(json.loads(json.dumps(plain_values)))
 
 
+def transport_of(graph: Graph) -> str | None:
+    """The `transport:` that is written, None if none is."""
+    return graph.resolved.get("transport")
+
+
 def difference(there: dict[str, Any], here: dict[str, Any], places: tuple[str, str] = ("there", "here")) -> str | None:
     """The first key in which two dataflows differ, in words; None if they are equal. places: what each is called."""
     for key in {**here, **there}:
@@ -228,6 +236,13 @@ def _transport(tree: Located, keys: GraphKeys) -> Transport:
         return made(keys.threads)
     except BadInput as error:
         raise error.at(where, "transport") from error
+
+
+def _named_devices(keys: GraphKeys) -> Iterator[str]:
+    for worker in keys.workers.values():
+        for stage in worker.stages:
+            written = worker.device.get(stage, worker.device.get("*", "auto"))
+            yield from [written] if isinstance(written, str) else written
 
 
 def _worker(tree: Located, name: str, keys: WorkerKeys, transport: Transport) -> WorkerSpec:

@@ -90,8 +90,7 @@ def at(tree: Located, path: Iterable[str | int]) -> tuple[str, str]:
     where = tree.where
     for part in path:
         inside = tree.value
-        known = part in inside if isinstance(inside, dict) else isinstance(inside, list) and isinstance(part, int)
-        if known:
+        if part in (inside if isinstance(inside, dict) else range(len(inside) if isinstance(inside, list) else 0)):
             tree = inside[part]
             shown, where = [*shown, str(part)], tree.where
     return where, ".".join(shown)

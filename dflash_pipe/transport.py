@@ -7,12 +7,13 @@ behind these methods.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
 from dflash_pipe.errors import BadInput
 
-__all__ = ["Transport"]
+__all__ = ["Elsewhere", "Transport"]
 
 
 class Transport:
@@ -76,3 +77,16 @@ class Transport:
     def memory(self, device: str) -> tuple[int, int] | None:
         """Bytes of the device: the most that was held at once so far, and all there is; None if that is not known."""
         return None
+
+
+class Elsewhere(Transport):
+    """A machine of which only the names of its accelerators are known: to lay a graph out for it."""
+
+    def __init__(self, devices: Iterable[str]) -> None:
+        """devices: names as graphs have them."""
+        super().__init__()
+        numbers = [number or "0" for name, _, number in (each.partition(":") for each in devices) if name != "cpu"]
+        self._count = max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
+
+    def accelerators(self) -> list[str]:
+        return [f"cuda:{number}" for number in range(self._count)]

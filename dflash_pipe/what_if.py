@@ -16,6 +16,7 @@ from dflash_pipe.graph import Capacity, ChannelSpec, Credits, Graph, WorkerSpec,
 from dflash_pipe.located import dumps, under
 from dflash_pipe.located import read as read_files
 from dflash_pipe.plan import plan
+from dflash_pipe.transport import Elsewhere
 
 __all__ = ["TAKES", "Change", "asked", "check_laws", "graph_of", "is_lawful", "is_whole", "usual"]
 
@@ -37,11 +38,12 @@ class Change:
     same_result: bool = True
 
 
-def graph_of(yaml_text: str, where: str) -> Graph:
-    """A graph from its text (`dflash_pipe.graph.dump`). Raises BadInput, `where` says whose text it is."""
+def graph_of(yaml_text: str, where: str, *, elsewhere: bool = False) -> Graph:
+    """A graph from its text (`dflash_pipe.graph.dump`); elsewhere: as for `load`. Raises BadInput, `where` says whose
+    text it is."""
     try:
         with _as_file(yaml_text) as file:
-            return load([file])
+            return load([file], elsewhere=elsewhere)
     except BadInput as error:
         raise BadInput(error.message, where) from error
 
@@ -92,19 +94,24 @@ def is_whole(file: str) -> bool:
 
 def _laid_over(graph: Graph, files: list[str], overrides: list[str]) -> Graph:
     with _as_file(dump(graph)) as text:
-        return load([text, *files], overrides)
+        return load([text, *files], overrides, elsewhere=_is_elsewhere(graph))
 
 
 def _other(graph: Graph, files: list[str], overrides: list[str]) -> Graph:
     """Another graph. What it leaves open, such as the target's model, it takes from the stages of `graph`."""
     try:
-        return load(files, overrides)
+        return load(files, overrides, elsewhere=_is_elsewhere(graph))
     except BadInput as error:
         try:
             with _as_file(dumps({key: graph.resolved[key] for key in _COMPUTED if key in graph.resolved})) as text:
-                return load([*files, text], overrides)
+                return load([*files, text], overrides, elsewhere=_is_elsewhere(graph))
         except BadInput:
             raise error from None
+
+
+def _is_elsewhere(graph: Graph) -> bool:
+    """A change is for the machine that the graph is for."""
+    return isinstance(graph.transport, Elsewhere)
 
 
 @contextmanager

@@ -52,10 +52,10 @@ class DrafterStep(ArchitectureKeys, Stage):
     num_anchors: blocks a sequence at most. partials: sums of a window, a multiple of the drafter's replicas, and the
     same number wherever results are to be equal. gamma: decay in slots, null: none, "auto": by the block size (7 for
     16).
-    loss: "dflash" or "dpace", with its alpha and kind of weight (`LossConfig`). attention: "auto", "fused" (all of a
-    layer in kernels of our own, and the loss too), "flex", "sdpa", "eager". ce_chunk: rows that meet the head at once
-    (null: by device). dtype: of the computation; "auto" is float32 on a CPU and bfloat16 on a GPU. The sums are float32
-    always.
+    loss: "dflash" or "dpace", with its alpha and kind of weight (`LossConfig`); that of "dpace" is a sum over a
+    sequence, so it grows with the blocks. attention: "auto", "fused" (all of a layer in kernels of our own, and the loss too),
+    "flex", "sdpa", "eager". ce_chunk: rows that meet the head at once (null: by device). dtype: of the computation;
+    "auto" is float32 on a CPU and bfloat16 on a GPU. The sums are float32 always.
     """
 
     untimed = ("gamma", "alpha", "partials")
@@ -71,6 +71,10 @@ class DrafterStep(ArchitectureKeys, Stage):
     def check(self, replicas: int) -> None:
         self.architecture().check()
         self._loss_config()
+        if self.loss == "dflash" and (self.alpha, self.dpace) != (type(self).alpha, type(self).dpace):
+            raise BadInput("alpha and dpace are of loss: dpace, and this is loss: dflash")
+        if self.loss == "dpace" and self.gamma not in ("auto", None):
+            raise BadInput("gamma is of loss: dflash, and this is loss: dpace, which has alpha")
         if self.partials < 1 or self.partials % replicas:
             raise BadInput(
                 f"partials is {self.partials}, expected a multiple of the drafter's {replicas} replicas "

@@ -91,13 +91,13 @@ class TargetForward(Stage):
         where = self.model, self.revision, self.layers, self.dtype, ctx.device, self.weights
         self._target = load_truncated(*where, plain=plain)
         self._checked = False
-        on_gpu, more = ctx.device.startswith("cuda"), ""
+        on_gpu, more, self._captured = ctx.device.startswith("cuda"), "", 0
         prepare_kernels(ctx)
         if self.packed:
             self._target.pack()
         elif on_gpu:
-            captured = self._target.prepare([(rows, length) for rows, length in self.shapes or ()])
-            more = f", {captured} shapes in CUDA graphs"
+            self._captured = self._target.prepare([(rows, length) for rows, length in self.shapes or ()])
+            more = f", {self._captured} shapes in CUDA graphs"
         if on_gpu and ctx.replica == 0:
             print(f"target: {self._target.forward}{more}")
 
@@ -121,7 +121,7 @@ class TargetForward(Stage):
 
     def finish(self) -> None:
         replayed, others = self._target.counted
-        if replayed:
+        if self._captured:
             print(f"target: {replayed} micro-batches in the shapes of its CUDA graphs, {others} in others")
         spared, tokens = self._target.spared
         if tokens:

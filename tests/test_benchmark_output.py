@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, ladder, verdicts
+from benchmarks import compare, ladder, topologies, verdicts
 from benchmarks.report import is_report
 from dflash_pipe import BadInput
 from tests.called import FAST, TOY, called
@@ -136,6 +136,12 @@ def test_what_ran_before_a_run_that_fails_is_shown(tmp_path: Path) -> None:
         called("topologies", *TOY, *FAST, HOOKED, "--steps", 4, "--repeat", 0, "--out", tmp_path)
     kept = json.loads((tmp_path / "topologies.json").read_text())
     assert kept["stopped"] and list(kept["topologies"]) == ["sequential"]
+
+
+def test_topologies_stopped_while_changes_are_forecast_show_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.topologies.predict", stopping(topologies.predict, 1))
+    result = called("topologies", *TOY[:2], *FAST, "--repeat", 0)
+    assert result.exit_code == 130 and "Stopped before changes were forecast. overlapped is the " in result.output
 
 
 def test_topologies_stopped_while_stages_run_alone_show_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:

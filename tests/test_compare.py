@@ -286,6 +286,21 @@ def test_a_single_run_of_each_makes_the_digests_and_is_timed(tmp_path: Path) -> 
         assert len(found["step_seconds"]) == 1 and found["digests"] and found["weights"]
 
 
+def test_what_cannot_fit_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.compare.run", None)
+    with pytest.raises(BadInput, match="cuda:0 needs about 1"):
+        overlays = ["graphs/targets/random_qwen3_8b.yaml", "transport=tests.test_footprints:TwoDevices", "data.rows=20"]
+        called("topologies", *REAL[:2], *overlays)
+
+
+def test_another_transport_is_no_control_and_is_forecast_from_its_own_profile(tmp_path: Path) -> None:
+    """What it does to the times is in no other profile."""
+    other = variant(tmp_path, "other", "overlapped", 'transport: "tests.test_behind:Noted"')
+    result = called("topologies", TOY[1], other, *FAST, "--repeat", 0)
+    assert "other has another transport than overlapped: its forecast is from its own profile" in result.output
+    assert "a control" not in result.output
+
+
 def test_what_is_compared_writes_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real drafter's state is tens of GB."""
     monkeypatch.setattr("dflash_pipe.snapshot.write", None)

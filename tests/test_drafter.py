@@ -27,6 +27,8 @@ SEED = 20
 
 
 def opened(replica: int = 0, replicas: int = 1, **keys: Any) -> DrafterStep:
+    if keys.get("loss") == "dpace":
+        keys = {"gamma": "auto", **keys}  # which is of the other loss
     stage = DrafterStep(**(KEYS | keys))
     stage.check(replicas)
     stage.open(Context(replica=replica, replicas=replicas, seed=SEED))
@@ -170,6 +172,19 @@ def test_a_row_without_anchors_changes_nothing(start: Parameters) -> None:
     stage.process(unsupervised(), start, stamp(0))
     nothing = stage.end_window().partials[0]
     assert not nothing.gradient.any() and not nothing.sums.any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"alpha": 0.3}, "alpha and dpace are of loss: dpace"),
+        ({"dpace": "ratio"}, "alpha and dpace are of loss: dpace"),
+        ({"loss": "dpace", "gamma": 4.0}, "gamma is of loss: dflash"),
+    ],
+)
+def test_keys_of_the_other_loss_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        DrafterStep(**{**KEYS, "gamma": "auto", **keys}).check(1)
 
 
 @pytest.mark.parametrize("loss", ["dflash", "dpace"])

@@ -227,3 +227,10 @@ def test_a_users_file_may_extend_a_shipped_one_by_its_bare_name(tmp_path):
     assert read([mine])[1] == (str(tmp_path / "overlapped.yaml"), str(mine))
     with pytest.raises(BadInput, match=r"no such file: overlapped\.yaml"):
         read(["overlapped.yaml"])  # on the command line a bare name is one of this folder
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"), [(("a", 0), "a.0"), (("a", 1), "a"), (("a", "b"), "a"), (("a", 0, 0), "a.0")]
+)
+def test_of_a_path_that_ends_in_nothing_the_part_that_is_there_is_shown(path, shown):
+    assert at(located({"a": [0.9]}, "here"), path) == ("here", shown)
