@@ -53,9 +53,9 @@ class DrafterStep(ArchitectureKeys, Stage):
     same number wherever results are to be equal. gamma: decay in slots, null: none, "auto": by the block size (7 for
     16).
     loss: "dflash" or "dpace", with its alpha and kind of weight (`LossConfig`); that of "dpace" is a sum over a
-    sequence, so it grows with the blocks. attention: "auto", "fused" (all of a layer in kernels of our own, and the loss too),
-    "flex", "sdpa", "eager". ce_chunk: rows that meet the head at once (null: by device). dtype: of the computation;
-    "auto" is float32 on a CPU and bfloat16 on a GPU. The sums are float32 always.
+    sequence, so it grows with the blocks. attention: "auto", "fused" (all of a layer in kernels of our own, and the
+    loss too), "flex", "sdpa", "eager". ce_chunk: rows that meet the head at once (null: by device). dtype: of the
+    computation; "auto" is float32 on a CPU and bfloat16 on a GPU. The sums are float32 always.
     """
 
     untimed = ("gamma", "alpha", "partials")

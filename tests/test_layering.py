@@ -52,7 +52,7 @@ FRAMEWORK = {
     "cycles": BASE | {"clock", "plan", "simulate"},
     "sizes": BASE | {"graph", "profile"},
     "service": BASE | {"exclusive", "plan", "profile", "simulate", "sizes"},
-    "what_if": BASE | {"check", "graph", "located", "plan"},
+    "what_if": BASE | {"check", "graph", "located", "plan", "transport"},
     "forecast": BASE
     | {"critical", "cycles", "exclusive", "graph", "plan", "profile", "service", "simulate", "sizes", "stats"}
     | {"what_if"},

@@ -280,13 +280,8 @@ ON_GPUS = {"cuda:0": DeviceMemory(1, 2, ("target",)), "cuda:1": DeviceMemory(1, 
 def test_on_a_machine_without_gpus_what_ran_on_some_is_forecast_on_those_that_the_graph_names(profile, capsys, drafter):
     """A worker that shares the target's GPU takes turns with it: 4 x (10 + 5) ms instead of 4 x 10."""
     save(replace(load_profile(profile), memory=ON_GPUS), profile)
-    words = [
-        OVERLAPPED,
-        "loader.device=cpu",
-        "target.device=auto:0",
-        f"drafter.device={drafter}",
-        "optim.device=auto:1",
-    ]
+    devices = ["loader.device=cpu", "target.device=auto:0", f"drafter.device={drafter}", "optim.device=auto:1"]
+    words = [OVERLAPPED, *devices]
     said = said_by(capsys, *words, "--profile", profile)
     shared = drafter.endswith("0")
     assert ("device cuda:0" in said) == shared
