@@ -22,7 +22,7 @@ from rich.console import Console, RenderableType
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.closing import closing_lines
 from dflash_pipe.display import Display
-from dflash_pipe.errors import BadInput
+from dflash_pipe.errors import BadInput, Missing
 from dflash_pipe.forecast import Options
 from dflash_pipe.forecast import predict as forecast
 from dflash_pipe.forecast_table import rendered
@@ -138,10 +138,11 @@ def predict(
 
 
 def _estimated(laid_out: Plan) -> list[Need]:
-    """What each device needs. Where that depends on a model or on data that is not here yet, say so."""
+    """What each device needs. Where that depends on a model or on data that is not here yet, say so. Raises BadInput
+    for what is wrong in any case."""
     try:
         return estimate(laid_out)
-    except BadInput as error:
+    except Missing as error:
         print(f"memory is not estimated: {error}")
         return []
 

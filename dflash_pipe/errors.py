@@ -2,6 +2,7 @@
 
 Exception
 ├── BadInput          YAML, data, checkpoint or command line: one line, exit code 2
+│   └── Missing       a file or a model that is not here, at least not now
 ├── EndOfChannel      normal end: every sender closed and the channel is drained
 ├── BrokenChannel     the peer is gone: nobody will ever receive what is sent
 ├── Stalled           every worker waits on a channel and nothing moves
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["BadInput", "BrokenChannel", "Cancelled", "EndOfChannel", "Stalled", "nearest"]
+__all__ = ["BadInput", "BrokenChannel", "Cancelled", "EndOfChannel", "Missing", "Stalled", "nearest", "nearest_file"]
 
 
 class BadInput(Exception):
@@ -37,7 +39,11 @@ class BadInput(Exception):
         """The same complaint with its place, unless it has one already."""
         if self.where:
             return self
-        return BadInput(f"{prefix}: {self.message}" if prefix else self.message, where)
+        return type(self)(f"{prefix}: {self.message}" if prefix else self.message, where)
+
+
+class Missing(BadInput):
+    """What is named may be right, but is not here: data that is not prepared, a model that cannot be fetched now."""
 
 
 class EndOfChannel(Exception):
@@ -66,3 +72,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f" (did you mean {close[0]!r}?)"
     return f" (known: {', '.join(names)})" if names else ""
+
+
+def nearest_file(path: Path) -> str:
+    """` (did you mean 'train.arrow'?)` for the closest name beside a file that is not there, or nothing."""
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

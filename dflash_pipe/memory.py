@@ -150,7 +150,10 @@ def _footprint(graph: Graph, worker: WorkerPlan, device: str, stage: str, told: 
         seed=graph.seed,
         window=graph.window,
     )
-    said: Footprint = built.footprint(context, told)
+    try:
+        said: Footprint = built.footprint(context, told)
+    except BadInput as error:
+        raise error.at(graph.stages[stage].where, f"stages.{stage}") from error
     return said
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dflash_pipe import BadInput
-from dflash_pipe.errors import nearest
+from dflash_pipe.errors import Missing, nearest, nearest_file
 
 __all__ = ["RECIPE", "ArrowRows", "data_files", "recipe_of"]
 
@@ -126,8 +126,7 @@ def data_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.exists():
-        around = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise BadInput(f"no data set at {path}{nearest(path.name, around)}")
+        raise Missing(f"no data set at {path}{nearest_file(path)}")
     files = sorted(path.glob("*.arrow"))
     if not files:
         raise BadInput(f"{path}: a folder without *.arrow files")

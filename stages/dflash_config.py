@@ -237,8 +237,8 @@ class DrafterKeys(ArchitectureKeys):
         return self._derive(config, self._mask_token(config))
 
     def sizes(self) -> DrafterConfig:
-        """The same numbers without a look at the tokenizer, for estimates: MASK is 0 whatever it will be."""
-        return self._derive(self._target_config(), 0)
+        """The same numbers without a look at the tokenizer, for estimates: MASK is 0 where it is to be found."""
+        return self._derive(self._target_config(), 0 if isinstance(self.mask_token_id, str) else self.mask_token_id)
 
     def _target_config(self) -> Any:
         # Imported here: transformers takes seconds to import, and reading an exported config does not need it.

@@ -96,6 +96,8 @@ class DrafterStep(ArchitectureKeys, Stage):
 
     def _resolved(self, device: torch.device, head_dim: int) -> tuple[Attention, int]:
         """The attention, and how many rows meet the head at once."""
+        if self.attention == "flex" and device.type != "cuda":
+            raise BadInput("attention is 'flex', which trains on a CUDA device only")
         chunk = self.ce_chunk or _CHUNK.get(device.type, _CHUNK["cuda"])
         return resolve_attention(self.attention, device, head_dim), chunk
 

@@ -20,7 +20,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
-from dflash_pipe.errors import BadInput, nearest
+from dflash_pipe.errors import BadInput, Missing, nearest
 from stages.sized_models import sized_directory
 from stages.smollm2 import smollm2_directory
 from stages.tiny_models import TINY_MODELS, tiny_directory
@@ -80,7 +80,7 @@ def locate(model: str, revision: str | None = None) -> ModelSource:
         if not (path / "config.json").is_file():
             raise BadInput(f"target {model!r}: the directory has no config.json, so it is not a model")
     elif _PATH_LIKE.match(model):
-        raise BadInput(f"target {model!r}: no such directory")
+        raise Missing(f"target {model!r}: no such directory")
     elif not _HUB_ID.fullmatch(model):
         raise BadInput(f"target {model!r}: neither a directory nor a hub id of the form owner/name")
     else:
@@ -135,10 +135,10 @@ def _check_model_type(source: ModelSource) -> None:
         raise source.complaint(f"transformers {transformers.__version__} knows no model type {kind!r}{hint}")
 
 
-def _unreachable(source: ModelSource, error: Exception) -> BadInput:
+def _unreachable(source: ModelSource, error: Exception) -> Missing:
     offline = "the hub was not asked (offline mode)" if huggingface_hub.constants.HF_HUB_OFFLINE else "asked the hub"
     revision = source.revision or "main"
-    return BadInput(
+    return Missing(
         f"target {source.name!r}: tried the directory {os.path.abspath(source.place)} (none), the hub's local cache "
         f"(nothing for revision {revision!r}), and {offline}: {first_line(error)}"
     )

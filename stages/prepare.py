@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from dflash_pipe import BadInput, Context, Footprint, Source, Stage
-from dflash_pipe.errors import nearest
+from dflash_pipe.errors import Missing, nearest_file
 from stages.arrow_rows import recipe_of
 from stages.arrow_shards import assemble, copy_rows, write_shard
 from stages.chat_tokens import ChatTokens, fingerprint
@@ -60,8 +60,7 @@ class JsonlConversations(Source[Conversations]):
     def open(self, ctx: Context) -> None:
         path = Path(self.path)
         if not path.is_file():
-            around = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise BadInput(f"no conversations at {path}{nearest(path.name, around)}")
+            raise Missing(f"no conversations at {path}{nearest_file(path)}")
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Conversations | None]]:
         """Yield the rows after `cursor`. Raises `BadInput` for a malformed line, if there is no row at all, and for a

@@ -54,6 +54,8 @@ class TargetForward(Stage):
         """Weights up to the highest captured layer; the graphs of `shapes`, and a forward pass of the largest other
         micro-batch; or what loading needs, if that is more. told: the shapes of the micro-batches. Packed, they need
         no more: what attention pads again is less than the MLP's part of a forward pass."""
+        if self.packed and ctx.device == "cpu":
+            raise BadInput("packed: needs the fused layers; here: no GPU")
         config, dtype = text_config(self.model, self.revision), resolve_dtype(self.dtype, ctx.device)
         width = len(resolve_layers(self.layers, config.num_hidden_layers)) * config.hidden_size
         on_gpu = ctx.device != "cpu"

@@ -258,7 +258,7 @@ def test_wrong_parameters_are_refused_before_anything_is_read(
         stage.check(replicas)
 
 
-@pytest.mark.parametrize(("attention", "used"), [("auto", "sdpa"), ("eager", "eager"), ("flex", "flex")])
+@pytest.mark.parametrize(("attention", "used"), [("auto", "sdpa"), ("eager", "eager")])
 def test_the_first_replica_says_what_it_trains(attention: str, used: str, capsys: pytest.CaptureFixture[str]) -> None:
     stage = opened(attention=attention)
     size = sum(slot.size for slot in parameter_layout(DFlashModel(stage.config, device="meta")).values())

@@ -71,6 +71,27 @@ def test_check_and_plan_tell_what_each_device_needs(
     assert capsys.readouterr().err.startswith("cuda:1 needs about 1")
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("target.layers=[1,3,99]", "stages.target: layers: the target has no layer 99"),
+        ("target.packed=true target.shapes=null", "stages.target: packed: needs the fused layers; here: no GPU"),
+        ("drafter.num_key_value_heads=3", "stages.drafter: num_attention_heads is 4"),
+        ("drafter.attention=fused", "stages.drafter: attention is 'fused', whose kernels need a CUDA device"),
+        ("drafter.attention=flex", "stages.drafter: attention is 'flex', which trains on a CUDA device only"),
+        ("drafter.mask_token_id=99999", "stages.drafter: mask_token_id 99999 is outside the embedding"),
+    ],
+)
+def test_check_finds_what_only_the_models_config_tells(
+    override: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not only a run."""
+    tiny = ["graphs/overlapped.yaml", "graphs/targets/random_tiny_qwen3.yaml"]
+    assert called(monkeypatch, "check", *tiny, *override.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and line.startswith("graphs/dataflow.yaml:")
+
+
 def test_a_run_that_cannot_fit_is_refused_before_it_has_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +105,9 @@ def test_what_is_not_there_yet_leaves_memory_out(
 ) -> None:
     files = ("graphs/sequential.yaml", "graphs/targets/tiny_llama.yaml")
     assert called(monkeypatch, "check", *files, "data.path=/nowhere/train.arrow") == 0
-    assert capsys.readouterr().out.endswith("memory is not estimated: no data set at /nowhere/train.arrow\n")
+    assert capsys.readouterr().out.endswith(
+        "memory is not estimated: graphs/dataflow.yaml:20: stages.data: no data set at /nowhere/train.arrow\n"
+    )
 
 
 @pytest.mark.parametrize(
