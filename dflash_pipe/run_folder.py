@@ -10,6 +10,7 @@ snapshots/      see dflash_pipe.snapshot
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import time
@@ -27,7 +28,8 @@ _LOCK = ".lock"  # whoever uses the folder holds it; it stays, as the sign of a 
 
 
 def fresh(root: Path, name: str, *, chosen: bool) -> Path:
-    """`root/name`; if something was made there already: an error for a name that the user chose, else `name-N`."""
+    """`root/name`; if something was made there already: an error for a name that the user chose, else `name-N`, the
+    first one that is new or whose run failed before it had made anything."""
     path = root / name
     if path.name != name or name == ".." or not name.isprintable() or len(name) > _LONGEST:
         raise BadInput(f"name: {name[:_LONGEST]!r} cannot be the name of a run folder")
@@ -36,10 +38,8 @@ def fresh(root: Path, name: str, *, chosen: bool) -> Path:
     if chosen:
         go_on = f", or go on with --resume {path}" if has_snapshot(path) else " (it has no snapshot to go on from)"
         raise BadInput(f"{path} exists already: choose another name={go_on}")
-    number = 2
-    while (root / f"{name}-{number}").exists():
-        number += 1
-    return root / f"{name}-{number}"
+    numbered = (root / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
+    return next(path for path in numbered if not path.exists() or (_has_nothing(path) and _is_idle(path)))
 
 
 def _has_nothing(path: Path) -> bool:
@@ -51,6 +51,16 @@ def _has_nothing(path: Path) -> bool:
     if has_snapshot(path) or any(file.exists() and file.stat().st_size for file in results):
         return False
     return (path / _LOCK).exists() or not any(path.iterdir())
+
+
+def _is_idle(path: Path) -> bool:
+    """Whether it is a run's folder that no run uses."""
+    try:
+        with (path / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class RunFolder:

@@ -173,6 +173,16 @@ def test_a_name_is_free_again_if_its_run_made_no_result(tmp_path: Path, what: st
     assert {path: path.read_text() for path in folder.iterdir()} == before
 
 
+def test_a_name_that_was_not_chosen_is_that_of_a_run_that_made_nothing(tmp_path: Path) -> None:
+    """Else mistakes would leave a row of folders. One that is in use is left alone."""
+    made(tmp_path / "demo", "metrics.jsonl")
+    assert fresh(tmp_path, "demo", chosen=False) == tmp_path / "demo-2"
+    folder = made(tmp_path / "demo-2", None)
+    assert fresh(tmp_path, "demo", chosen=False) == folder
+    with RunFolder(folder):
+        assert fresh(tmp_path, "demo", chosen=False) == tmp_path / "demo-3"
+
+
 @pytest.mark.parametrize("what", ["snapshot", "metrics.jsonl", "profile.json"])
 def test_a_name_is_taken_by_results_and_only_a_snapshot_can_be_resumed(tmp_path: Path, what: str) -> None:
     folder = made(tmp_path / "demo", what)
