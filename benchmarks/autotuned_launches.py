@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,21 +42,21 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-def at_once(bodies: list[Callable[[], Any]]) -> float:
-    """Run each body in a thread of its own, from the same moment; seconds until the last has ended."""
+def at_once(bodies: Sequence[Callable[[], Any]]) -> float:
+    """Run each body in a thread of its own, from the same moment; seconds until the last has ended. Raises what the
+    first of them raises."""
     together = threading.Barrier(len(bodies) + 1)
 
     def begin(body: Callable[[], Any]) -> None:
         together.wait()
         body()
 
-    threads = [threading.Thread(target=begin, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    together.wait()
-    began = time.perf_counter()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        running = [pool.submit(begin, body) for body in bodies]
+        together.wait()
+        began = time.perf_counter()
+        for each in running:
+            each.result()
     return time.perf_counter() - began
 
 

@@ -6,13 +6,13 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dflash_pipe import BadInput
 from dflash_pipe.check import check
 from dflash_pipe.graph import Graph, StageSpec, dataflow, load, transport_of
 from dflash_pipe.graph import difference as dataflow_difference
+from dflash_pipe.located import files_among
 from dflash_pipe.what_if import is_whole
 
 __all__ = ["ALL", "VARIANT", "gpus", "inputs", "is_control", "loaded", "on_devices_of", "source", "with_digests"]
@@ -28,8 +28,8 @@ def loaded(arguments: Sequence[str], steps: int | None) -> list[Graph]:
 
     Raises BadInput.
     """
-    overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
-    files = [a for a in arguments if a not in overrides]
+    files = files_among(arguments)
+    overrides = [a for a in arguments if a not in files]
     whole = [file for file in files if is_whole(file)]
     overlays = [file for file in files if file not in whole]
     if not whole:

@@ -31,12 +31,11 @@ from torch import Tensor
 from benchmarks.compare import clear
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output
-from dflash_pipe import BadInput
-from stages.autotune import make_thread_safe
+from dflash_pipe import BadInput, Context
 from stages.model_source import text_config
 from stages.target_model import load_truncated, shortened
 from stages.truncated_target import TruncatedTarget
-from stages.tuning import keep_tuning, tuning_file
+from stages.tuning import prepare_kernels
 
 __all__ = [
     "FUSED",
@@ -261,8 +260,7 @@ def target(
     matmuls()
     cool = Matmuls.operations / timed(matmuls, 10)
     with tempfile.TemporaryDirectory() as folder:
-        make_thread_safe()
-        keep_tuning(tuning_file(Path(folder)), torch.cuda.get_device_name())
+        prepare_kernels(Context(device=_DEVICE, folder=Path(folder)))
         wrong = errors(model, layers)
         clear()
         fused = load(model, layers)

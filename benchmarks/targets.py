@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,15 +21,15 @@ import torch
 import typer
 from rich.table import Table
 
+from benchmarks.autotuned_launches import at_once
 from benchmarks.machine import Out, described, keep
 from benchmarks.target import FUSED, GRAPH, Shape, load, random_batch
 from benchmarks.terminal import output
-from dflash_pipe import BadInput
-from stages.autotune import make_thread_safe
+from dflash_pipe import BadInput, Context
 from stages.truncated_target import TruncatedTarget
-from stages.tuning import keep_tuning, tuning_file
+from stages.tuning import prepare_kernels
 
-__all__ = ["GOAL", "Case", "at_once", "targets"]
+__all__ = ["GOAL", "Case", "rate", "targets"]
 
 _SHAPES = ("3x2000", "1x512")
 _ALIKE = 1.05
@@ -59,24 +58,16 @@ class Case:
         return max(self.alone) > _ALIKE * min(self.alone)
 
 
-def at_once(acts: Sequence[Callable[[], Any]], seconds: float) -> float:
+def rate(acts: Sequence[Callable[[], Any]], seconds: float) -> float:
     """Calls a second of all `acts` together, each in a thread of its own for so long, after as long to warm up."""
-    together = threading.Barrier(len(acts))
+    rates = [0.0] * len(acts)
 
-    def rate(act: Callable[[], Any]) -> float:
-        try:
-            together.wait()
-            _calls(act, seconds)
-            together.wait()
-            return _calls(act, seconds)
-        except threading.BrokenBarrierError:  # another one has failed, and says why
-            return 0.0
-        except BaseException:
-            together.abort()
-            raise
+    def body(number: int) -> None:
+        rates[number] = _calls(acts[number], seconds)
 
-    with ThreadPoolExecutor(len(acts)) as pool:
-        return sum(pool.map(rate, acts))
+    for _ in range(2):
+        at_once([partial(body, number) for number in range(len(acts))])
+    return sum(rates)
 
 
 def _calls(act: Callable[[], Any], seconds: float) -> float:
@@ -117,7 +108,7 @@ def measure(models: Sequence[TruncatedTarget], shape: Shape, seconds: float) -> 
                 with torch.cuda.device(device):
                     target.prepare([(shape.rows, shape.tokens)])
             chosen.append(_forward(target, shape, device))
-        found[way] = Case([at_once([act], seconds) for act in chosen], at_once(chosen, seconds))
+        found[way] = Case([rate([act], seconds) for act in chosen], rate(chosen, seconds))
     return found
 
 
@@ -139,14 +130,13 @@ def targets(
     console = output()
     console.print(described(), highlight=False)
     with tempfile.TemporaryDirectory() as folder:
-        make_thread_safe()
-        keep_tuning(tuning_file(Path(folder)), torch.cuda.get_device_name())
+        prepare_kernels(Context(device="cuda:0", folder=Path(folder)))
         models = [load(model, layers, f"cuda:{number}") for number in range(count)]
         cases = {shape: measure(models, shape, seconds) for shape in chosen}
     table = Table("shape", "way", "one alone, forwards/s", f"{count} at once", "times one", box=None, pad_edge=False)
     for shape, ways in cases.items():
         for way, case in ways.items():
-            alone = ", ".join(f"{rate:.2f}" for rate in case.alone)
+            alone = ", ".join(f"{each:.2f}" for each in case.alone)
             table.add_row(str(shape), way, alone, f"{case.at_once:.2f}", f"{case.times:.3f}")
     console.print(table)
     missed = [f"{shape}: missed: {c[GRAPH].times:.3f} times one" for shape, c in cases.items() if c[GRAPH].missed]

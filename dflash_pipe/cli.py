@@ -27,6 +27,7 @@ from dflash_pipe.forecast import Options
 from dflash_pipe.forecast import predict as forecast
 from dflash_pipe.forecast_table import rendered
 from dflash_pipe.graph import Graph, dump, load
+from dflash_pipe.located import files_among
 from dflash_pipe.memory import Need, estimate, memory_table, refuse
 from dflash_pipe.picture import unpadded
 from dflash_pipe.plan import Plan
@@ -66,7 +67,7 @@ def run(
     if resume is not None:
         newest(resume)  # there is one
     arguments = graphs or []
-    graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not _files(arguments) else arguments)
+    graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not files_among(arguments) else arguments)
     writable("--trace", trace, graph.files, TRACE_BEGINS)
     chosen = graph.name not in {Path(file).stem for file in graph.files}
     folder = resume or fresh(runs, graph.name, chosen=chosen)
@@ -133,7 +134,7 @@ def predict(
     if write is not None:
         if splits[0].forecast is None:
             raise BadInput(f"no split of {gpus} GPUs is possible: {splits[0].refusal}", "command line")
-        write.write_text(written(splits[0], _files(graphs or []), write.parent))
+        write.write_text(written(splits[0], files_among(graphs or []), write.parent))
         print(f"written: {write} ({splits[0]})")
 
 
@@ -158,7 +159,7 @@ def _show(table: RenderableType) -> None:
 
 def opened(arguments: list[str], *, elsewhere: bool = False) -> Graph:
     """Load and check the graph that these files and overrides give; elsewhere: as for `load`. Raises BadInput."""
-    files = _files(arguments)
+    files = files_among(arguments)
     if not files:
         raise BadInput("no graph file given (for example graphs/overlapped.yaml)", "command line")
     graph = load(files, [a for a in arguments if a not in files], elsewhere=elsewhere)
@@ -187,11 +188,6 @@ def writable(option: str, file: Path | None, inputs: Sequence[str] = (), begins:
 def _begins(file: Path, text: str) -> bool:
     with file.open("rb") as opened_file:
         return opened_file.read(len(text)) in (b"", text.encode())
-
-
-def _files(arguments: list[str]) -> list[str]:
-    """Those that are not overrides."""
-    return [a for a in arguments if "=" not in a or os.path.isfile(a)]
 
 
 def execute(

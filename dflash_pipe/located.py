@@ -56,6 +56,11 @@ class Located:
     where: str
 
 
+def files_among(words: Iterable[str]) -> list[str]:
+    """Those of a command line's words that name a file; the others are `key=value`."""
+    return [word for word in words if "=" not in word or os.path.isfile(word)]
+
+
 def plain(tree: Located) -> Any:
     """The value without its places."""
     if isinstance(tree.value, dict):

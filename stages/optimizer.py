@@ -107,7 +107,8 @@ class AdamW(Stage):
         return self._publish({})
 
     def process(self, grads: tuple[Gradients, ...]) -> Parameters:
-        gradient, sums = _add_partials(grads)
+        gradient, summed = _add_partials(grads)
+        sums = Sums(summed.vector.cpu())  # once: each look at them on a GPU would wait for it
         before = min(g.progress[0] for g in grads)
         after = max(g.progress[1] for g in grads)
         metrics: dict[str, Any] = sums.metrics()

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from jinja2.exceptions import TemplateError
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.footprints import forward_bytes
 from stages.messages import Conversations, TokenRows
-from stages.model_source import load_tokenizer, quiet, text_config
-from stages.target_model import Dtype, load_full, reference_kernels_on_cpu, resolve_dtype
+from stages.model_source import load_tokenizer, text_config
+from stages.target_model import Dtype, load_full, resolve_dtype, weight_count
 from stages.tuning import prepare_kernels
 
 __all__ = ["Regenerate"]
@@ -82,7 +82,7 @@ class Regenerate(Stage):
         prompt += self.max_prompt_tokens**2 * (1 + dtype.itemsize)
         # Logits are searched in float32; ids and their mask are copied with each token.
         tokens = config.vocab_size * (dtype.itemsize + 4) + longest * 32
-        weights = _weight_count(self.model, self.revision, ctx.device) * dtype.itemsize
+        weights = weight_count(self.model, self.revision, None, ctx.device) * dtype.itemsize
         return Footprint(
             held={"weights": weights},
             working={
@@ -224,15 +224,6 @@ class Regenerate(Stage):
 
     def close(self) -> None:
         self._model = None
-
-
-def _weight_count(model: str, revision: str | None, device: str) -> int:
-    """Numbers in the whole model, from its config alone. Raises `BadInput`."""
-    config, auto = text_config(model, revision), cast(Any, AutoModelForCausalLM)
-    if device == "cpu" and "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        reference_kernels_on_cpu()  # decided when transformers imports the model's code, which is now
-    with quiet(), torch.device("meta"):
-        return sum(weight.numel() for weight in auto.from_config(config).parameters())
 
 
 def _dialogue(row: dict[str, Any], dropped: Counter[str]) -> _Dialogue | None:

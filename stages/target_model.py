@@ -124,16 +124,19 @@ def _first_layers(source: ModelSource, causal: Any, depth: int) -> Any:
     return decoder
 
 
-def weight_count(model: str, revision: str | None, layers: int | list[int], device: str) -> int:
-    """Numbers in the weights that `load_truncated` puts on `device`, from the config alone. Raises `BadInput`."""
-    source, whole = locate(model, revision), text_config(model, revision)
-    depth = resolve_layers(layers, whole.num_hidden_layers)[-1] + 1
-    short = shortened(whole, depth)
-    if "linear_attention" in (getattr(short, "layer_types", None) or ()):
+def weight_count(model: str, revision: str | None, layers: int | list[int] | None, device: str) -> int:
+    """Numbers in the weights that `load_truncated` puts on `device`, or, with layers None, `load_full`; from the config
+    alone. Raises `BadInput`."""
+    source, config, depth = locate(model, revision), text_config(model, revision), None
+    if layers is not None:
+        depth = resolve_layers(layers, config.num_hidden_layers)[-1] + 1
+        config = shortened(config, depth)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         _choose_kernels(torch.device(device))
     with quiet(), torch.device("meta"):
-        decoder = _first_layers(source, _from_config(source, short, torch.float32), depth)
-    return sum(weight.numel() for weight in decoder.parameters())
+        made = _from_config(source, config, torch.float32)
+        made = made if depth is None else _first_layers(source, made, depth)
+    return sum(weight.numel() for weight in made.parameters())
 
 
 def load_full(

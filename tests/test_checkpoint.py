@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,7 @@ PARITY = Path(__file__).parent / "data"
 KEYS = {"target": "tiny:qwen3", "layers": [1, 3, 5], "num_layers": 2, "block_size": 4, "lr_of_nobody": 1}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("model_cache")
 
 
 def exported(folder: Path, of: DrafterConfig = CONFIG, seed: int = 0) -> Path:

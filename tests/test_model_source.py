@@ -14,11 +14,7 @@ from tests.tiny_targets import copied
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True, scope="module")
-def models(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("model_cache")
 
 
 def test_tiny_models_are_made_once_and_are_the_same_everywhere(monkeypatch, tmp_path):

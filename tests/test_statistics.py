@@ -11,12 +11,7 @@ from stages.messages import FeatureBatch, TokenBatch
 from stages.statistics import FILE, FeatureStatistics
 from stages.target import TargetForward
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("model_cache")
 
 
 def tokens(ids, lengths):

@@ -21,11 +21,7 @@ GRAPHS = Path(__file__).parent.parent / "graphs"
 OVERLAYS = sorted(path for path in (GRAPHS / "targets").glob("*.yaml") if not path.stem.startswith("random_"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_PIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("model_cache")
 
 
 def batch(ids, lengths):
