@@ -18,9 +18,17 @@ from dflash_pipe.gate import Gate
 from dflash_pipe.message import ELSEWHERE, Message
 from dflash_pipe.stats import BLOCKED, STARVED, Activity
 
-__all__ = ["Channel", "Clock", "Place", "Process", "Work"]
+__all__ = ["Channel", "Clock", "Parcel", "Place", "Process", "Work"]
 
-_ELSEWHERE = -1  # instead of its bytes: the message was dealt elsewhere and takes no room
+
+class Parcel(NamedTuple):
+    """A payload in simulated time: its bytes, and its hand-off, of that name. held: seconds that it keeps the sender.
+    later: seconds until the parcel is there after that."""
+
+    nbytes: int = 0
+    name: str = ""
+    held: float = 0.0
+    later: float = 0.0
 
 
 class Work(NamedTuple):
@@ -48,7 +56,7 @@ class Process(Activity):
         super().__init__(name, lambda: clock.now)
         self.last: Work | None = None
         self.via = ""
-        self.handed: Message
+        self.handed: _Parked
         self.body: Coroutine[float | None, None, None]
         self._time = clock
 
@@ -110,15 +118,24 @@ class Clock:
         heapq.heappush(self._due, (self.now + seconds, self._number, process))
 
 
+class _Parked(NamedTuple):
+    """A message in a channel. nbytes: None if it was dealt elsewhere and takes no room. crossing: its way there, if
+    that takes time."""
+
+    message: Message
+    nbytes: int | None
+    crossing: Work | None
+
+
 class Channel:
-    """Bounded like `dflash_pipe.channel.Channel`: a message takes room until it is received. A payload is its bytes."""
+    """Bounded like `dflash_pipe.channel.Channel`: a message takes room until it is received. Payloads are parcels."""
 
     def __init__(self, clock: Clock, name: str, items: int, nbytes: int | None) -> None:
         self._clock, self._name = clock, name.partition("[")[0]  # on a path all queues of a route are one
         self._max_items, self._max_bytes = items, nbytes
         self._items = self._nbytes = 0
-        self._queue: deque[tuple[Message, int]] = deque()
-        self._senders: deque[tuple[Process, Message, int]] = deque()
+        self._queue: deque[_Parked] = deque()
+        self._senders: deque[tuple[Process, _Parked]] = deque()
         self._receivers: deque[Process] = deque()
 
     def sender(self) -> Channel:
@@ -131,48 +148,66 @@ class Channel:
         """Nobody ever leaves."""
 
     async def send(self, me: Process, message: Message) -> None:
-        """Put it in; wait while there is no room."""
-        nbytes = _ELSEWHERE if message.payload is ELSEWHERE else message.payload
-        if self._fits(nbytes):
-            self._put(message, nbytes)
+        """Hand it over and put it in; wait while there is no room."""
+        parked = await self._parked(me, message)
+        if self._fits(parked.nbytes):
+            self._put(parked)
         else:
-            self._senders.append((me, message, nbytes))
+            self._senders.append((me, parked))
             me.wait(BLOCKED, f"room in {self._name!r}")
             await _suspend(None)
 
-    async def receive(self, me: Process) -> Message:
-        """Take the first one out; wait while there is none."""
-        if self._queue:
-            return self._take()
-        self._receivers.append(me)
-        me.wait(STARVED, f"input from {self._name!r}")
-        await _suspend(None)
-        return me.handed
+    async def _parked(self, me: Process, message: Message) -> _Parked:
+        if message.payload is ELSEWHERE:
+            return _Parked(message, None, None)
+        parcel: Parcel = message.payload
+        if parcel.held:
+            await me.work(parcel.name, "", parcel.held)
+        now = self._clock.now
+        crossing = Work(me.worker, parcel.name, "", now, now + parcel.later, me.last, me.via) if parcel.later else None
+        return _Parked(message, parcel.nbytes, crossing)
 
-    def _fits(self, nbytes: int) -> bool:
-        if nbytes == _ELSEWHERE or self._items == 0:
+    async def receive(self, me: Process) -> Message:
+        """Take the first one out; wait while there is none, and until it is there."""
+        if self._queue:
+            parked = self._take()
+        else:
+            self._receivers.append(me)
+            me.wait(STARVED, f"input from {self._name!r}")
+            await _suspend(None)
+            parked = me.handed
+        crossing = parked.crossing
+        if crossing is not None and crossing.end > self._clock.now:
+            me.wait(STARVED, f"input from {self._name!r}")
+            await _suspend(crossing.end - self._clock.now)
+            me.resume()
+            me.last, me.via = crossing, self._name
+        return parked.message
+
+    def _fits(self, nbytes: int | None) -> bool:
+        if nbytes is None or self._items == 0:
             return True
         fits = self._max_bytes is None or self._nbytes + nbytes <= self._max_bytes
         return fits and self._items < self._max_items
 
-    def _put(self, message: Message, nbytes: int) -> None:
-        if nbytes != _ELSEWHERE:
-            self._items, self._nbytes = self._items + 1, self._nbytes + nbytes
-        self._queue.append((message, nbytes))
+    def _put(self, parked: _Parked) -> None:
+        if parked.nbytes is not None:
+            self._items, self._nbytes = self._items + 1, self._nbytes + parked.nbytes
+        self._queue.append(parked)
         if self._receivers:
             receiver = self._receivers.popleft()
             receiver.handed = self._take()
             self._clock.wake(receiver, self._name)
 
-    def _take(self) -> Message:
-        message, nbytes = self._queue.popleft()
-        if nbytes != _ELSEWHERE:
-            self._items, self._nbytes = self._items - 1, self._nbytes - nbytes
-        while self._senders and self._fits(self._senders[0][2]):
-            sender, waiting, held = self._senders.popleft()
+    def _take(self) -> _Parked:
+        parked = self._queue.popleft()
+        if parked.nbytes is not None:
+            self._items, self._nbytes = self._items - 1, self._nbytes - parked.nbytes
+        while self._senders and self._fits(self._senders[0][1].nbytes):
+            sender, waiting = self._senders.popleft()
             self._clock.wake(sender, f"room in {self._name}")
-            self._put(waiting, held)
-        return message
+            self._put(waiting)
+        return parked
 
 
 class Place(Gate):

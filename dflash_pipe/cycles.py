@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dflash_pipe.clock import Work
 from dflash_pipe.plan import Plan, RoutePlan, WorkerPlan
+from dflash_pipe.profile import hand_off
 from dflash_pipe.simulate import Times
 
 __all__ = ["Arc", "Operation", "events", "is_marked", "maximum_ratio"]
@@ -75,6 +76,7 @@ class _Unrolled:
         self.operations: list[Operation] = []
         self.arcs: list[Arc] = []
         self.sends: dict[tuple[str, int], list[tuple[int, bool]]] = defaultdict(list)
+        self.crossings: dict[int, tuple[int, Operation]] = {}  # send -> the offer before it, and the way from there
         self.receives: dict[tuple[str, int], list[tuple[int, bool]]] = defaultdict(list)
         self.arrivals: dict[str, dict[int, int]] = defaultdict(dict)  # route -> message -> who completes its arrival
         self.starts: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -153,6 +155,8 @@ class _Unrolled:
             )
             for queue in queues:
                 self.receives[route.name, queue].append((self._do(worker, stage, ""), own))
+                if own and self._is_late(route):
+                    self._do(worker, stage, "")  # it has made room, and now it is there
             if route.channel.group > 1 and own:
                 self.starts[route.name][index].append(self._do(worker, stage, ""))
         return real
@@ -163,23 +167,33 @@ class _Unrolled:
             if route.channel.sender != stage or route.kind == "local" or window_end != at_end:
                 continue
             queues = {"gathered": [worker.replica], "shared": [0]}.get(route.kind, list(range(route.receivers)))
-            for queue in queues:
+            handing = self.times.handing(self.plan, route, worker.replica, len(queues))
+            for queue, (held, later) in zip(queues, handing, strict=True):
                 own = route.kind != "dealt" or index % self.graph_spec.window % route.receivers == queue
-                self.sends[route.name, queue].append((self._do(worker, stage, ""), own))
+                if own and held:
+                    self.operations.append(Operation(worker.name, hand_off(route.channel.name), "", held))
+                offer = self._do(worker, stage, "") if own and later else None
+                send = self._do(worker, stage, "")
+                self.sends[route.name, queue].append((send, own))
+                if offer is not None:  # it is on its way while the sender waits for room
+                    self.crossings[send] = offer, Operation(worker.name, hand_off(route.channel.name), "", later)
             self.arrivals[route.name][index] = len(self.operations) - 1
 
     def _rate(self, stage: str) -> str:
         return next(s.rate for w in self.plan.workers for s in w.stations if s.stage == stage)
 
     def _channel(self, route: RoutePlan) -> None:
-        """A receive waits for its send; a send waits for the receive that makes room for it."""
+        """A receive waits for its send and for the way; a send waits for the receive that makes room for it."""
         capacity, initial = route.channel.capacity.items, route.channel.initial
         for (name, queue), sends in self.sends.items():
             if name != route.name:
                 continue
             receives = self.receives[name, queue]
-            for place, (receive, _) in enumerate(receives):
+            arrived = [self._arrived(send) for send, _ in sends]
+            for place, (receive, own) in enumerate(receives):
                 self._arc([send for send, _ in sends], place - initial, receive, name)
+                if own and self._is_late(route):
+                    self._arc(arrived, place - initial, receive + 1, name)
             freeing = [receive for receive, own in receives if own]
             for place, send in enumerate([send for send, own in sends if own]):
                 self._arc(freeing, place + initial - capacity, send, f"room in {name}")
@@ -188,6 +202,19 @@ class _Unrolled:
             for member in range(index // size * size, index // size * size + size):
                 for start in waiting:
                     self.arcs.append(Arc(self.arrivals[route.name][member], start, 0, f"group on {route.name}"))
+
+    def _is_late(self, route: RoutePlan) -> bool:
+        """Whether its messages are there only after they have been sent."""
+        return any(later for (channel, _), (_, later) in self.times.handed.items() if channel == route.channel.name)
+
+    def _arrived(self, send: int) -> int:
+        """The operation after which what was sent can be received."""
+        if send not in self.crossings:
+            return send
+        offer, crossing = self.crossings[send]
+        self.operations.append(crossing)
+        self.arcs.append(Arc(offer, len(self.operations) - 1, 0, ""))
+        return len(self.operations) - 1
 
     def _credits(self) -> None:
         limits = {"messages": self.graph_spec.credits.messages, "windows": self.graph_spec.credits.windows}

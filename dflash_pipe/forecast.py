@@ -20,7 +20,7 @@ from dflash_pipe.graph import Graph, transport_of
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import Profile
-from dflash_pipe.service import constant_times, drawn_times, replicas_busy, sped_up, uncontended, varies
+from dflash_pipe.service import constant_times, drawn_times, handed, replicas_busy, sped_up, uncontended, varies
 from dflash_pipe.simulate import Simulated, Times, simulate
 from dflash_pipe.sizes import Sizes, resized, sizes, telling_keys
 from dflash_pipe.stats import WorkerShares
@@ -34,6 +34,8 @@ TRUSTED = 0.10
 _FIRINGS = 30_000
 # Below this speedup a change of the graph is not worth a word.
 _WORTH = 1.02
+# Hand-offs of less than this share of a step are not worth a question.
+_SLOW = 0.01
 
 
 @dataclass(frozen=True)
@@ -171,10 +173,17 @@ class _Prediction:
 
     def _usual(self, graph: Graph, pace: Pace, names: set[str]) -> Iterator[Outcome]:
         """The usual changes that can be forecast, without those of these names."""
-        for change in usual(graph, telling_keys(graph, self.profile)):
+        for change in usual(graph, telling_keys(graph, self.profile), self._slow_hand_offs(graph)):
             if change.name not in names:
                 with contextlib.suppress(BadInput):
                     yield self._outcome(graph, pace, change)
+
+    def _slow_hand_offs(self, graph: Graph) -> list[str]:
+        """Channels between workers of which a hand-off takes longer than a hundredth of the profiled step."""
+        placed = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}
+        slow = {c for (c, _), took in handed(self.profile).items() if sum(took) > _SLOW * self.profile.steps.mean}
+        channels = (channel for channel in graph.channels.values() if channel.name in slow)
+        return [c.name for c in channels if any(placed[to.stage] != placed[c.sender] for to in c.receivers)]
 
     def _outcome(self, graph: Graph, pace: Pace, change: Change) -> Outcome:
         changed = self._pace(change.graph, change.times)
@@ -185,7 +194,9 @@ class _Prediction:
     def _bound(self, graph: Graph, pace: Pace) -> str:
         """What binds. How busy it is: of the profiled graph as measured, of any other as forecast."""
         stage, share = next(iter(pace.stages.items()))
-        worker = next(w for w in graph.workers.values() if stage in w.stages)
+        worker = next((w for w in graph.workers.values() if stage in w.stages), None)
+        if worker is None:
+            return f"bound by {stage}: {share:.0%} of the critical path"
         if self._is_profiled(graph):
             work = sum(replicas_busy(self.measured, self.profiled_plan, each) for each in worker.stages)
             busy = f"{min(1.0, work / worker.replicas):.0%} as measured"
@@ -218,7 +229,7 @@ class _Prediction:
         slower = self._timed(plan, profile).step / pace.step - 1.0 if off else 0.0
         if slower > 1.0:
             raise BadInput(f"the profile tells the step only within ± {slower:.0%}; measure nearer to it")
-        return replace(pace, remarks=(*remarks, *self._left_out(plan)), off=slower)
+        return replace(pace, remarks=(*remarks, *self._left_out(plan), *self._not_crossed(plan, pace)), off=slower)
 
     def _timed(self, plan: Plan, profile: Profile) -> Pace:
         graph = plan.graph
@@ -251,6 +262,17 @@ class _Prediction:
                 "they take turns, and what they cost each other beyond that is not in the profile"
             )
         return found
+
+    def _not_crossed(self, plan: Plan, pace: Pace) -> list[str]:
+        """What decides the step and goes from device to device, where the profile has no time for that, in words."""
+        routes = (route for route in plan.routes if route.kind != "local" and plan.is_between(route))
+        decisive = {leg.via for leg in pace.cycle.legs}
+        unknown = [
+            r.name for r in routes if r.name in decisive and (r.channel.name, "between") not in handed(self.profile)
+        ]
+        return (
+            [f"what the way from device to device takes is not in the profile: {', '.join(unknown)}"] if unknown else []
+        )
 
     def _growth(self, graph: Graph) -> float:
         return sizes(self.profiled, graph, self.profile).everywhere
@@ -308,7 +330,7 @@ def _paced(plan: Plan, seen: Simulated, times: Times | None) -> Pace:
 def _advice(outcomes: Sequence[Outcome]) -> str:
     """The one change that would help most."""
     kept = [outcome for outcome in outcomes if outcome.pace is not None and outcome.change.same_result]
-    changes = [outcome for outcome in kept if not outcome.change.times] or kept
+    changes = [outcome for outcome in kept if not any(outcome.change.times.values())] or kept
     best = max(changes, key=lambda outcome: outcome.speedup, default=None)
     if best is not None and best.speedup < _WORTH:
         best = max(kept, key=lambda outcome: outcome.speedup)

@@ -6,12 +6,13 @@ A real run and a simulation are joined by the same rules; they differ in the cha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dflash_pipe.gate import CreditGate, Gate, GroupGate, ReorderGate, TurnGate
+from dflash_pipe.message import Message
 from dflash_pipe.plan import Plan, RoutePlan, StationPlan
 from dflash_pipe.route import End, Gather, Inlet, Local, Merge, Outlet, Restamp
-from dflash_pipe.worker import Port
+from dflash_pipe.station import Port
 
 __all__ = ["Joins", "credit_gates", "turn_gates"]
 
@@ -34,7 +35,7 @@ class Joined(Protocol):
 
 Q = TypeVar("Q", bound=Queue)
 S = TypeVar("S", bound=Joined)
-Ways = Callable[[RoutePlan, int, int], Sequence[Callable[[Any], Any]]]
+Ways = Callable[[RoutePlan, int, int], Sequence[Callable[[Message], Message]]]
 
 
 def credit_gates(plan: Plan) -> dict[str, CreditGate]:

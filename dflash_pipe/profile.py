@@ -18,9 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from dflash_pipe.errors import BadInput
 
-__all__ = ["DeviceMemory", "Host", "Part", "Profile", "Recorder", "Samples", "load", "save"]
+__all__ = ["LATER", "DeviceMemory", "Host", "Part", "Profile", "Recorder", "Samples", "Way", "hand_off", "load", "save"]
 
 Part = Literal["read", "process", "end_window"]
+Way = Literal["within", "between"]  # one device, or from one to another
+LATER = "later"
 _FORMAT = "dflash-pipe profile 1"
 _LONGEST = 1e9  # seconds, thirty years
 _WARM_UP = 2  # windows
@@ -90,7 +92,8 @@ class Profile:
     """graph: YAML text of the graph that ran (`dflash_pipe.graph.dump`). window: its messages in a step. machine: where
     it ran, in words. warm_up: first windows that were left out. steps: seconds between the ends of windows; a sample's
     index is the window. stages: stage -> part -> samples. memory: device -> what it held, where that is known. host:
-    None if it is not known."""
+    None if it is not known. handed: channel -> way -> for how long handing a message over to one receiver kept the
+    sender; measure `later`: seconds until it was there after that. Only where the receiver's device was known."""
 
     graph: str
     window: int
@@ -100,6 +103,7 @@ class Profile:
     stages: dict[str, dict[Part, Samples]]
     memory: dict[str, DeviceMemory] = field(default_factory=dict)
     host: Host | None = None
+    handed: dict[str, dict[Way, Samples]] = field(default_factory=dict)
     format: str = _FORMAT
 
     def doubts(self) -> list[str]:
@@ -136,11 +140,19 @@ class Profile:
             return f"window is {self.window} and warm_up {self.warm_up}, expected at least 1 and 0"
         if any(memory.peak < 0 or memory.total < 0 for memory in self.memory.values()):
             return "memory: a number is negative"
+        if any(LATER not in samples.measures for ways in self.handed.values() for samples in ways.values()):
+            return f"handed: samples without the measure {LATER!r}"
         if self.host is not None and not (self.host.cores >= 1 and 0.0 <= (self.host.others or 0.0) <= 1.0):
             return "host: expected at least 1 core, and a share of others between 0 and 1"
         parts = {f"stages.{s}.{p}": samples for s, parts in self.stages.items() for p, samples in parts.items()}
+        parts |= {f"handed.{c}.{way}": samples for c, ways in self.handed.items() for way, samples in ways.items()}
         faults = {place: samples.fault() for place, samples in {"steps": self.steps, **parts}.items()}
         return next((f"{place}: {fault}" for place, fault in faults.items() if fault), "")
+
+
+def hand_off(channel: str) -> str:
+    """What stands for a channel's hand-offs where stages have their names."""
+    return f"hand-off of {channel}"
 
 
 class Recorder:
@@ -156,6 +168,7 @@ class Recorder:
         self._start, self._from = start, start + warm_up
         self._lock = threading.Lock()
         self._parts: dict[bool, dict[tuple[str, Part], _Reservoir]] = {True: {}, False: {}}  # of the warm-up: True
+        self._ways: dict[bool, dict[tuple[str, Way], _Reservoir]] = {True: {}, False: {}}
         self._steps = {True: _Reservoir(keep), False: _Reservoir(keep)}
         self._ended: float | None = None
 
@@ -172,6 +185,15 @@ class Recorder:
             if reservoir is None:
                 reservoir = parts[stage, part] = _Reservoir(self._keep)
             reservoir.add(index, seconds, measures)
+
+    def handed(self, channel: str, way: Way, index: int, seconds: float, later: float) -> None:
+        """One hand-off of message `index` to one receiver; see `Profile.handed`."""
+        ways = self._ways[index < self._from * self._window]
+        with self._lock:
+            reservoir = ways.get((channel, way))
+            if reservoir is None:
+                reservoir = ways[channel, way] = _Reservoir(self._keep)
+            reservoir.add(index, seconds, {LATER: later})
 
     def window_done(self, window: int, at: float) -> None:
         """A window (from 0, in order) has ended at `at`, in seconds of any clock that only goes forward."""
@@ -200,8 +222,13 @@ class Recorder:
             stages: dict[str, dict[Part, Samples]] = {}
             for (stage, part), reservoir in self._parts[early].items():
                 stages.setdefault(stage, {})[part] = reservoir.samples()
+            handed: dict[str, dict[Way, Samples]] = {}
+            for (channel, way), reservoir in self._ways[early].items():
+                handed.setdefault(channel, {})[way] = reservoir.samples()
             warm_up = 0 if early else self._warm_up
-            return Profile(graph, self._window, machine, warm_up, steps.samples(), stages, dict(memory or {}))
+            return Profile(
+                graph, self._window, machine, warm_up, steps.samples(), stages, dict(memory or {}), handed=handed
+            )
 
 
 class _Reservoir:

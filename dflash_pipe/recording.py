@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_pipe.channel import Channel
 from dflash_pipe.message import Stamp, payload_bytes
 from dflash_pipe.plan import Plan
-from dflash_pipe.profile import DeviceMemory, Host, Part, Profile, Recorder
+from dflash_pipe.profile import DeviceMemory, Host, Part, Profile, Recorder, Way, hand_off
 from dflash_pipe.stats import Activity, DepthEntry, Newest, WaitEntry
 from dflash_pipe.trace import Depth, Span, Timeline, Wait
 from dflash_pipe.transport import Transport
@@ -32,9 +32,31 @@ KEEP = 20_000  # newest spans, waits and depths in a timeline
 _AT_A_TIME = 64
 _AT_LEAST_EVERY = 1.0  # seconds
 _COARSE = 1.0  # seconds of all cores together: the system counts in hundredths
+_SEEN = 1e-4  # seconds: shorter hand-offs are measured, but are no spans
 _SpanEntry = tuple[str, str, int, int, float, float]
 # A moment on the host's clock; and where the transport marks it otherwise, on which device, and how.
 Mark = float | tuple[float, str, Any]
+
+
+class _Firing(NamedTuple):
+    stage: str
+    part: Part
+    stamp: Stamp
+    begin: Mark
+    end: Mark
+    measures: Mapping[str, float]
+
+
+class _HandOff(NamedTuple):
+    """crossing: marks between which the message is on its way."""
+
+    stage: str
+    channel: str
+    way: Way
+    stamp: Stamp
+    begin: Mark
+    end: Mark
+    crossing: tuple[tuple[Any, Any], ...]
 
 
 class Tape:
@@ -47,7 +69,7 @@ class Tape:
         self._recording = recording
         self._record = recording.recorder.record
         self._mark, self._elapsed = recording.transport.mark, recording.transport.elapsed
-        self._pending: deque[tuple[str, Part, Stamp, Mark, Mark, Mapping[str, float]]] = deque()
+        self._pending: deque[_Firing | _HandOff] = deque()
         self._known: dict[str, tuple[float, Any]] = {}  # device -> host time of a mark on it
 
     def mark(self, device: str) -> Mark:
@@ -60,31 +82,56 @@ class Tape:
         was, which is told of `process` and `read` only. sent: what was made."""
         held = held if part != "end_window" else ()
         end = self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
-        self._pending.append((stage, part, stamp, begin, end, _measures(held, sent)))
-        if len(self._pending) >= _AT_A_TIME or _host(end) - _host(self._pending[0][3]) > _AT_LEAST_EVERY:
+        self._pending.append(_Firing(stage, part, stamp, begin, end, _measures(held, sent)))
+        if len(self._pending) >= _AT_A_TIME or _host(end) - _host(self._pending[0].begin) > _AT_LEAST_EVERY:
             self.read()
+
+    def handed(self, stage: str, channel: str, way: Way, stamp: Stamp, begin: Mark, sent: Any) -> None:
+        """A message has been handed over to one receiver, as far as the host is concerned. sent: what the transport
+        made of its payload."""
+        end = self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
+        crossing = tuple(self._recording.transport.crossing(sent))
+        self._pending.append(_HandOff(stage, channel, way, stamp, begin, end, crossing))
 
     def over(self, stamp: Stamp) -> None:
         """A stage at which the stream ends is done with this message."""
         self._recording.over(stamp)
 
     def read(self) -> None:
-        """Take down all firings that their devices have ended by now."""
-        pending, add, record = self._pending, self.spans.add, self._record
+        """Take down all firings and hand-offs that their devices have ended by now."""
+        pending = self._pending
         while pending:
-            stage, part, stamp, begin, end, measures = pending[0]
-            idle = self._idle_before(begin)
-            moments = self._on_host(begin, end)
-            if moments is None:
+            first = pending[0]
+            if not (self._took_firing(first) if isinstance(first, _Firing) else self._took_hand_off(first)):
                 return
             pending.popleft()
-            began, ended = moments
-            if self.activity is not None and idle:
-                # A stage that looks at a result waits on the host: for its inputs on the device, too.
-                waited = (_host(end) - _host(begin)) - (ended - began)
-                self.activity.idled(max(0.0, min(idle, waited)))
-            add((stage, part, stamp.index, stamp.window, began, ended))
-            record(stage, part, stamp.index, ended - began, measures)
+
+    def _took_firing(self, fired: _Firing) -> bool:
+        idle = self._idle_before(fired.begin)
+        moments = self._on_host(fired.begin, fired.end)
+        if moments is None:
+            return False
+        began, ended = moments
+        if self.activity is not None and idle:
+            # A stage that looks at a result waits on the host: for its inputs on the device, too.
+            waited = (_host(fired.end) - _host(fired.begin)) - (ended - began)
+            self.activity.idled(max(0.0, min(idle, waited)))
+        self.spans.add((fired.stage, fired.part, fired.stamp.index, fired.stamp.window, began, ended))
+        self._record(fired.stage, fired.part, fired.stamp.index, ended - began, fired.measures)
+        return True
+
+    def _took_hand_off(self, handed: _HandOff) -> bool:
+        crossed = [self._elapsed(*marks) for marks in handed.crossing]
+        moments = None if None in crossed else self._on_host(handed.begin, handed.end)
+        if moments is None:
+            return False
+        began, ended = moments
+        later = sum(seconds for seconds in crossed if seconds is not None)
+        self._recording.recorder.handed(handed.channel, handed.way, handed.stamp.index, ended - began, later)
+        if ended - began > _SEEN:
+            what = hand_off(handed.channel)
+            self.spans.add((handed.stage, what, handed.stamp.index, handed.stamp.window, began, ended))
+        return True
 
     def _idle_before(self, begin: Mark) -> float:
         """Seconds for which the device did nothing for this worker before `begin`, if that mark lies on a device."""

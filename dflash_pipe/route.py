@@ -194,7 +194,7 @@ class Local(Inlet):
 class Outlet:
     """Sends along one route for one worker replica; several senders mean one for each receiving replica.
 
-    ways: for each sender, what makes of a payload what enters its channel (the transport's hook; None: as it is).
+    ways: for each sender, what makes of a message that which enters its channel (none: all stay as they are).
     deal: only the replica that the slot says gets the payload, the others learn that it went elsewhere.
     feedback: receivers that have left already are a normal end. unsent: what those who had left would have got.
     """
@@ -202,13 +202,13 @@ class Outlet:
     def __init__(
         self,
         senders: Sequence[End],
-        ways: Sequence[Callable[[Any], Any] | None] = (),
+        ways: Sequence[Callable[[Message], Message]] = (),
         *,
         deal: bool = False,
         feedback: bool = False,
     ) -> None:
         self.senders = senders
-        self._ways = ways or [None] * len(senders)
+        self._ways = ways or [_as_it_is] * len(senders)
         self.group: GroupGate | None = None
         self.unsent = 0
         self._deal, self._feedback = deal, feedback
@@ -223,7 +223,7 @@ class Outlet:
             if owner not in (None, number):
                 sent = Message(message.stamp, message.cursor, ELSEWHERE)
             else:
-                sent = message if way is None or message.empty else message.carrying(way(message.payload))
+                sent = message if message.empty else way(message)
             try:
                 await waits.send(sender, sent)
             except BrokenChannel as error:
@@ -240,3 +240,7 @@ class Outlet:
             sender.close()
         if self.group is not None:
             self.group.sender_left()
+
+
+def _as_it_is(message: Message) -> Message:
+    return message

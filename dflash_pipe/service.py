@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from dflash_pipe.exclusive import shared_cores
 from dflash_pipe.plan import Plan
-from dflash_pipe.profile import Part, Profile, Samples
+from dflash_pipe.profile import LATER, Part, Profile, Samples, Way, hand_off
 from dflash_pipe.simulate import Times
 from dflash_pipe.sizes import SENT
 
-__all__ = ["constant_times", "drawn_times", "replicas_busy", "sped_up", "uncontended", "varies"]
+__all__ = ["constant_times", "drawn_times", "handed", "replicas_busy", "sped_up", "uncontended", "varies"]
 
 # A part whose times spread less than this share of their mean is constant for the forecast.
 _STEADY = 0.01
@@ -54,12 +54,21 @@ def uncontended(profile: Profile, plan: Plan) -> Profile:
 
 
 def sped_up(profile: Profile, stage: str, factor: float) -> Profile:
-    """The profile as if everything the stage does took `factor` times as long."""
-    parts = {
-        part: replace(s, total=s.total * factor, seconds=tuple(x * factor for x in s.seconds))
-        for part, s in profile.stages[stage].items()
-    }
+    """The profile as if everything the stage, or the hand-off, does took `factor` times as long."""
+    for channel, ways in profile.handed.items():
+        if stage == hand_off(channel):
+            scaled = {way: _scaled(samples, factor) for way, samples in ways.items()}
+            return replace(profile, handed={**profile.handed, channel: scaled})
+    parts = {part: _scaled(samples, factor) for part, samples in profile.stages[stage].items()}
     return replace(profile, stages={**profile.stages, stage: parts})
+
+
+def _scaled(samples: Samples, factor: float) -> Samples:
+    def longer(seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(factor * each for each in seconds)
+
+    measures = {name: longer(amounts) if name == LATER else amounts for name, amounts in samples.measures.items()}
+    return replace(samples, total=factor * samples.total, seconds=longer(samples.seconds), measures=measures)
 
 
 # --- times for a simulation -------------------------------------------------------------------------------------------
@@ -78,7 +87,8 @@ def constant_times(profile: Profile) -> Times:
         (stage, part): (s.mean,) for stage, parts in profile.stages.items() for part, s in parts.items()
     }
     sent = {stage: samples for stage, samples in _messages(profile) if SENT in samples.measures}
-    return Times(seconds, {stage: (round(float(np.mean(s.measures[SENT]))),) for stage, s in sent.items()})
+    nbytes = {stage: (round(float(np.mean(s.measures[SENT]))),) for stage, s in sent.items()}
+    return Times(seconds, nbytes, handed(profile))
 
 
 def drawn_times(profile: Profile, plan: Plan, *, windows: int, seed: int) -> Times:
@@ -102,7 +112,13 @@ def drawn_times(profile: Profile, plan: Plan, *, windows: int, seed: int) -> Tim
             seconds[stage, part] = kept[chosen].tolist()
             if SENT in samples.measures and part != "end_window":
                 nbytes[stage] = np.array(samples.measures[SENT])[chosen].astype(int).tolist()
-    return Times(seconds, nbytes)
+    return Times(seconds, nbytes, handed(profile))
+
+
+def handed(profile: Profile) -> dict[tuple[str, Way], tuple[float, float]]:
+    """Every hand-off at its mean."""
+    ways = ((channel, way, s) for channel, each in profile.handed.items() for way, s in each.items())
+    return {(channel, way): (s.mean, float(np.mean(s.measures[LATER]))) for channel, way, s in ways}
 
 
 def _messages(profile: Profile) -> list[tuple[str, Samples]]:

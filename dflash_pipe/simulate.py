@@ -4,29 +4,30 @@ Channels apart, they are joined by what joins those of a real run (`dflash_pipe.
 gates. What a worker does between them is written again here: ports read in order, turns, window ends, first tokens.
 Work on a device that several workers share can be made to exclude each other.
 
-Left out: opening, what a hand-off costs, messages that stages leave empty, and the end of the stream: the source never
-ends, and reads one message ahead, across windows too. And that a worker is ahead of its GPU: it takes the next message
+Left out: opening, messages that stages leave empty, and the end of the stream: the source never ends, and reads one
+message ahead, across windows too. And that a worker is ahead of its GPU: it takes the next message
 while its device works on the last, which acts as one message more of room around it; with little room a real run may be
 faster. (What its copy to another device puts in a channel is the message that a sender waits with here, too.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from dflash_pipe.clock import Channel, Clock, Place, Process, Work
+from dflash_pipe.clock import Channel, Clock, Parcel, Place, Process, Work
 from dflash_pipe.errors import Stalled
 from dflash_pipe.exclusive import Exclusive
 from dflash_pipe.gate import CreditGate, Lane, TurnGate
 from dflash_pipe.joins import Joins, credit_gates, turn_gates
 from dflash_pipe.message import ELSEWHERE, Message, Stamp
-from dflash_pipe.plan import Plan, StationPlan, WorkerPlan
+from dflash_pipe.plan import Plan, RoutePlan, StationPlan, WorkerPlan
+from dflash_pipe.profile import Way, hand_off
 from dflash_pipe.route import Local, Outlet
+from dflash_pipe.station import Port
 from dflash_pipe.stats import WorkerShares, shares
-from dflash_pipe.worker import Port
 
 __all__ = ["Simulated", "Times", "simulate"]
 
@@ -38,10 +39,22 @@ class Times:
     seconds: (stage, part) -> one for each message; for what a stage does once a window, one for each window
     (`end_window` of r replicas: r for each window). Parts: `read` of a source, `process`, `end_window`.
     nbytes: stage -> bytes of each message it sends; only channels with a byte limit ask.
+    handed: (channel, way) -> what every hand-off of it to one receiver takes: how long the sender is kept, and how long
+    after that the message is there.
     """
 
     seconds: Mapping[tuple[str, str], Sequence[float]]
     nbytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    handed: Mapping[tuple[str, Way], tuple[float, float]] = field(default_factory=dict)
+
+    def handing(self, plan: Plan, route: RoutePlan, replica: int, senders: int) -> list[tuple[float, float]]:
+        """`handed` of each sender that a replica has on a route; nothing where it is not known who will receive."""
+        here, there = plan.towards(route, replica, senders)
+        ways: list[Way | None] = [None if to is None else "within" if to == here else "between" for to in there]
+        return [self.handed.get((route.channel.name, way), _AT_ONCE) if way else _AT_ONCE for way in ways]
+
+
+_AT_ONCE = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ class _Simulation:
         self.processes = {worker.name: Process(worker.name, self.clock) for worker in plan.workers}
         self._credits = credit_gates(plan)
         self.stations = self._stations(exclusive)
-        self._first_tokens = Joins(plan, self.stations, partial(Channel, self.clock)).feedback
+        self._first_tokens = Joins(plan, self.stations, partial(Channel, self.clock), ways=self._ways).feedback
         self._left: dict[int, int] = {}
 
     def _stations(self, exclusive: Exclusive) -> dict[tuple[str, int], _Station]:
@@ -135,6 +148,14 @@ class _Simulation:
                 )
         return stations
 
+    def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Message], Message]]:
+        handing = self.times.handing(self.plan, route, replica, senders)
+        return (
+            [partial(_handed, hand_off(route.channel.name), *each) for each in handing]
+            if any(map(any, handing))
+            else []
+        )
+
     def run(self, windows: int, skip: int) -> Simulated:
         for worker in self.plan.workers:
             self.clock.start(self.processes[worker.name], self._live(worker))
@@ -153,7 +174,7 @@ class _Simulation:
     async def _live(self, worker: WorkerPlan) -> None:
         me = self.processes[worker.name]
         stations = [self.stations[s.stage, worker.replica] for s in worker.stations]
-        before = Message(Stamp(-1, -1, self.graph.window - 1, True), None, 0)
+        before = Message(Stamp(-1, -1, self.graph.window - 1, True), None, Parcel())
         for _, outlet, tokens in self._first_tokens[worker.name]:
             for _ in range(tokens):
                 await outlet.send(me, before)
@@ -231,7 +252,7 @@ class _Simulation:
         if not outlets:
             return
         nbytes = self.times.nbytes.get(station.plan.stage, _NOTHING)
-        message = Message(stamp, None, nbytes[stamp.index % len(nbytes)])
+        message = Message(stamp, None, Parcel(nbytes[stamp.index % len(nbytes)]))
         for outlet in outlets:
             await outlet.send(me, message)
 
@@ -245,6 +266,10 @@ class _Simulation:
             else:
                 self.finished.append(self.clock.now)
                 self.last = me.last
+
+
+def _handed(name: str, held: float, later: float, message: Message) -> Message:
+    return message.carrying(Parcel(message.payload.nbytes, name, held, later))
 
 
 _NONE = (0.0,)

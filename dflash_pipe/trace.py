@@ -26,7 +26,7 @@ TRACE_BEGINS = '{"traceEvents":'  # what `write_chrome` writes first
 class Span:
     """A stage's work on one message (once a window: on its last one); seconds since the run began.
 
-    what: read, process or end_window. On a GPU begin and end are those of the work there.
+    what: read, process, end_window, or in words a hand-off. On a GPU begin and end are those of the work there.
     """
 
     worker: str

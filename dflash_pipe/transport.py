@@ -7,7 +7,7 @@ behind these methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -48,6 +48,10 @@ class Transport:
         to: the device of whoever will receive it; None if that is not known yet.
         """
         return payload
+
+    def crossing(self, sent: Any) -> Sequence[tuple[Any, Any]]:
+        """Marks between which what `on_send` returned is on its way, each pair on one device, one after the other."""
+        return ()
 
     def on_receive(self, payload: Any, device: str) -> Any:
         """Called by the receiver; returns the payload on the receiver's device."""

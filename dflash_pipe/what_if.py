@@ -16,6 +16,7 @@ from dflash_pipe.graph import Capacity, ChannelSpec, Credits, Graph, WorkerSpec,
 from dflash_pipe.located import dumps, under
 from dflash_pipe.located import read as read_files
 from dflash_pipe.plan import plan
+from dflash_pipe.profile import hand_off
 from dflash_pipe.transport import Elsewhere
 
 __all__ = ["TAKES", "Change", "asked", "check_laws", "graph_of", "is_lawful", "is_whole", "usual"]
@@ -29,7 +30,8 @@ _COMPUTED = ("seed", "window", "threads", "stages")  # keys that say what is com
 @dataclass(frozen=True)
 class Change:
     """name: as the table shows it. wording: as a sentence has it ("a second target replica"). graph: what it makes.
-    times: stage -> factor on all its times. same_result: whether a run would still compute the same."""
+    times: stage, or hand-off of a channel -> factor on all its times. same_result: whether a run would still compute
+    the same."""
 
     name: str
     wording: str
@@ -153,11 +155,13 @@ def _summing(graph: Graph) -> list[WorkerSpec]:
 # --- the usual ones ---------------------------------------------------------------------------------------------------
 
 
-def usual(graph: Graph, sizes: Iterable[tuple[str, str, int]] = ()) -> Iterator[Change]:
+def usual(graph: Graph, sizes: Iterable[tuple[str, str, int]] = (), handed: Iterable[str] = ()) -> Iterator[Change]:
     """Everything worth asking of any graph; what its laws refuse is left out. sizes: keys (stage, key, what it is) to
-    ask half and twice as much of."""
+    ask half and twice as much of. handed: channels to ask what their hand-off costs."""
     for stage in graph.stages:
         yield Change(f"{stage} 10 % faster", f"10 % off {stage}", graph, times={stage: 0.9})
+    for name in handed:
+        yield Change(f"{name}: handed over in no time", f"handing {name} over in no time", graph, {hand_off(name): 0.0})
     for worker in graph.workers.values():
         yield from _one_more_replica(graph, worker)
     placed = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}

@@ -12,11 +12,14 @@ from dflash_pipe.channel import Channel
 from dflash_pipe.gate import CreditGate, Gate
 from dflash_pipe.graph import StageSpec
 from dflash_pipe.joins import Joins, credit_gates, turn_gates
+from dflash_pipe.message import Message
 from dflash_pipe.plan import Plan, RoutePlan, StationPlan, WorkerPlan
 from dflash_pipe.route import Blocking, Local, Outlet, Suspending
 from dflash_pipe.snapshot import Snapshot, Snapshots
 from dflash_pipe.stage import Context, Stage
-from dflash_pipe.worker import Feed, Station, Worker
+from dflash_pipe.station import Feed, Station
+from dflash_pipe.transport import Transport
+from dflash_pipe.worker import Worker
 
 __all__ = ["Origin", "Wiring", "wire"]
 
@@ -131,10 +134,12 @@ class _Wirer:
         self.wiring.snapshots = Snapshots(folder, self.dataflow, every, on_state=on_state)
         return self.wiring.snapshots
 
-    def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Any], Any]]:
-        """How payloads enter each sender's channel: towards the device of the replica behind it, if that is one."""
-        here = self.stations[route.channel.sender, replica].plan.device
-        there: list[str | None] = [self.stations[route.to.stage, r].plan.device for r in range(route.receivers)]
-        if senders < route.receivers:  # whoever is free takes it
-            there = [there[0] if len(set(there)) == 1 else None] * senders
-        return [partial(self.graph.transport.on_send, device=here, to=to) for to in there]
+    def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Message], Message]]:
+        """How messages enter each sender's channel: as the transport has it, if that has a say."""
+        if type(self.graph.transport).on_send is Transport.on_send:
+            return []
+        sender = route.channel.sender
+        place = next(n for n, w in enumerate(self.plan.workers) if w.replica == replica and sender in w.spec.stages)
+        hand_over, station = self.wiring.workers[place].hand_over, self.stations[sender, replica]
+        _, there = self.plan.towards(route, replica, senders)
+        return [partial(hand_over, station, route.channel.name, to) for to in there]

@@ -10,75 +10,21 @@ The loop is written once, with `await`; on a thread no await ever suspends (see 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Generator, Sequence
 from typing import Any
 
 from dflash_pipe.errors import BrokenChannel, EndOfChannel
-from dflash_pipe.gate import CreditGate, Lane, TurnGate
+from dflash_pipe.gate import Lane, TurnGate
 from dflash_pipe.message import ELSEWHERE, NOTHING, Message, Stamp, Tombstone
-from dflash_pipe.plan import StationPlan
-from dflash_pipe.profile import Part
+from dflash_pipe.profile import Part, Way
 from dflash_pipe.recording import Tape
-from dflash_pipe.route import Inlet, Local, Outlet, Waits
-from dflash_pipe.snapshot import Snapshots
-from dflash_pipe.stage import Context, Source, Stage
+from dflash_pipe.route import Local, Outlet, Waits
+from dflash_pipe.stage import Source
+from dflash_pipe.station import Feed, Port, Station
 from dflash_pipe.stats import Activity
 from dflash_pipe.transport import Transport
 
-__all__ = ["Feed", "Port", "Station", "Worker", "drive"]
-
-
-@dataclass
-class Feed:
-    """How a source's stream is cut and when it ends.
-
-    start: (index, window) of the first message, after `cursor`. keep_partial: whether a last window that is not full
-    is ended (and so stepped). stopping: asked before each window.
-    """
-
-    cursor: Any
-    start: tuple[int, int]
-    window: int
-    keep_partial: bool
-    stopping: Callable[[], bool]
-    credits: CreditGate | None = None
-    window_credits: CreditGate | None = None
-
-
-@dataclass(eq=False)
-class Port:
-    """One input port of a station: where it reads, and whether it is read once a window.
-
-    feedback: what comes is older than the other ports' message, by the tokens that the channel began with.
-    """
-
-    inlet: Inlet
-    per_window: bool
-    feedback: bool = False
-    held: Message | None = None
-
-
-@dataclass
-class Station:
-    """A stage in its place, with everything it is joined to.
-
-    inputs: in the order of the stage's parameters. outputs: routes of what `process` returns; window_outputs: routes of
-    what `end_window` returns. credits: told when the stage is done with a message, because the stream ends here.
-    """
-
-    plan: StationPlan
-    stage: Stage
-    context: Context
-    inputs: dict[str, Port] = field(default_factory=dict)
-    outputs: list[Outlet | Local] = field(default_factory=list)
-    window_outputs: list[Outlet | Local] = field(default_factory=list)
-    stamp_port: str | None = None
-    ends_window: bool = False
-    credits: Sequence[CreditGate] = ()
-    awaited: bool = False
-    feed: Feed | None = None
-    snapshots: Snapshots | None = None
+__all__ = ["Worker", "drive"]
 
 
 class Worker:
@@ -331,6 +277,15 @@ class Worker:
                 broken = error
         if broken is not None:
             raise broken
+
+    def hand_over(self, station: Station, channel: str, to: str | None, message: Message) -> Message:
+        """What enters the channel: the payload as the transport makes it for a receiver on device `to`."""
+        begin = self.tape.mark(station.plan.device) if self.tape is not None and to is not None else None
+        sent = self._transport.on_send(message.payload, station.plan.device, to)
+        if self.tape is not None and begin is not None:
+            way: Way = "within" if to == station.plan.device else "between"
+            self.tape.handed(station.plan.stage, channel, way, message.stamp, begin, sent)
+        return message.carrying(sent)
 
     def _doing(self, station: Station, what: str, stamp: Stamp | None = None) -> None:
         if station.plan.device != self._device:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +83,11 @@ def moment(stream: torch.cuda.Stream) -> torch.cuda.Event:
 @dataclass(frozen=True)
 class Sent:
     """A payload on its way. ready: (device, event) for every device on which it has tensors that are not there before
-    the event."""
+    the event. copying: events before and after every leg of its way."""
 
     payload: Any
     ready: tuple[tuple[str, torch.cuda.Event], ...]
+    copying: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -113,16 +116,17 @@ class CopyStreams:
         self._out = None if source == "cpu" else torch.cuda.Stream(source)
         self._into = None if target == "cpu" else torch.cuda.Stream(target)
         self._direct = direct
+        self._legs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def begin(self, payload: Any, ready: torch.cuda.Event | None) -> tuple[Any, torch.cuda.Event]:
-        """Start copying what of the payload lies on the source, after the event `ready`; returns at once, with the
-        event after which the copies are there."""
+    def begin(self, payload: Any, ready: torch.cuda.Event | None) -> Sent:
+        """Start copying what of the payload lies on the source, after the event `ready`; returns at once."""
         if self._out is not None and ready is not None:
             self._out.wait_event(ready)
+        self._legs = []
         copied = mapped(payload, self._copied)
         last = self._into or self._out
         assert last is not None  # one of the two devices is a GPU
-        return copied, moment(last)
+        return Sent(copied, ((str(self._target), moment(last)),), tuple(self._legs))
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.device != self._source:
@@ -130,13 +134,23 @@ class CopyStreams:
         if self._out is not None:
             tensor.record_stream(self._out)
             if self._direct:
-                with torch.cuda.stream(self._into), torch.cuda.stream(self._out):
+                with torch.cuda.stream(self._into), self._leg(self._out):
                     return tensor.to(self._target, non_blocking=True)
-            with torch.cuda.stream(self._out):
+            with self._leg(self._out):
                 tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
             if self._into is not None:
                 self._into.wait_stream(self._out)
         if self._into is None:
             return tensor
-        with torch.cuda.stream(self._into):
+        with self._leg(self._into):
             return tensor.pin_memory().to(self._target, non_blocking=True)
+
+    @contextmanager
+    def _leg(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What is done on `stream`, with the moments before and after it."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            begin.record(stream)
+            yield
+            end.record(stream)
+        self._legs.append((begin, end))

@@ -6,6 +6,7 @@ behind what the worker itself has come to, so that capacities, credits and turns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class DeviceTransport(Transport):
         sent = Sent(payload, self._moments(lies))
         return sent if to is None else self._brought(sent, to)
 
+    def crossing(self, sent: Any) -> Sequence[tuple[Any, Any]]:
+        """The copies."""
+        return sent.copying if isinstance(sent, Sent) else ()
+
     def on_receive(self, payload: Any, device: str) -> Any:
         if type(payload) is tuple:  # of several replicas
             return tuple(self.on_receive(item, device) for item in payload)
@@ -61,11 +66,12 @@ class DeviceTransport(Transport):
 
     def _brought(self, sent: Sent, to: str) -> Sent:
         """What was sent, with copies to `to` begun of all that lies elsewhere."""
-        payload, ready = sent.payload, [(device, event) for device, event in sent.ready if device == to]
-        for source in sorted(_devices(payload) - {to}):
-            payload, event = self._streams.copies(source, to).begin(payload, dict(sent.ready).get(source))
-            ready.append((to, event))
-        return Sent(payload, tuple(ready))
+        ready, copying = tuple((device, event) for device, event in sent.ready if device == to), sent.copying
+        for source in sorted(_devices(sent.payload) - {to}):
+            begun = self._streams.copies(source, to).begin(sent.payload, dict(sent.ready).get(source))
+            sent = Sent(begun.payload, sent.ready)
+            ready, copying = (*ready, *begun.ready), (*copying, *begun.copying)
+        return Sent(sent.payload, ready, copying)
 
     def through_host(self, device: str, to: str) -> bool:
         """As `stages.cuda.Lane` does it."""

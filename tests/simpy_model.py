@@ -26,15 +26,18 @@ class Queue:
         self.room = simpy.Container(env, capacity=capacity, init=capacity)
         self.store = simpy.Store(env)
 
-    def put(self, index: int, real: bool = True) -> Any:
+    def put(self, index: int, real: bool = True, there: float = 0.0) -> Any:
+        """there: when it can be read."""
         if real:
             yield from unless_done(self.room.get(1))
-        yield from unless_done(self.store.put((index, real)))
+        yield from unless_done(self.store.put((index, real, there)))
 
     def get(self) -> Any:
-        index, real = yield from unless_done(self.store.get())
+        index, real, there = yield from unless_done(self.store.get())
         if real:
             yield from unless_done(self.room.put(1))
+        if there > self.store._env.now:
+            yield self.store._env.timeout(there - self.store._env.now)
         return index, real
 
 
@@ -201,7 +204,10 @@ class Model:
         queues = {"shared": [0], "gathered": [worker.replica]}.get(route.kind, range(route.receivers))
         for queue in queues:
             real = route.kind != "dealt" or index % self.window % route.receivers == queue
-            yield from self.queues[route.name, queue].put(index, real)
+            held, later = self.times.handed.get((route.channel.name, "within"), (0.0, 0.0)) if real else (0.0, 0.0)
+            if held:
+                yield self.env.timeout(held)
+            yield from self.queues[route.name, queue].put(index, real, self.env.now + later if later else 0.0)
         self.arrived[route.name] += 1
         self.changes.changed()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stages.cuda import Streams
+from stages.cuda import Sent, Streams
 from stages.devices import DeviceTransport, HostStagedTransport
 from stages.tensors import mapped
 
@@ -67,10 +67,11 @@ class FakeCopies:
     source: str
     target: str
 
-    def begin(self, payload: Any, ready: Any) -> tuple[Any, Any]:
+    def begin(self, payload: Any, ready: Any) -> Sent:
         there = torch.device(self.target)
         copied = mapped(payload, lambda t: torch.empty_like(t, device=there) if str(t.device) == self.source else t)
-        return copied, Moment(f"{self.source} to {self.target} after {ready}")
+        moment: Any = Moment(f"{self.source} to {self.target} after {ready}")
+        return Sent(copied, ((self.target, moment),), ((Moment("before"), moment),))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def test_a_payload_on_several_devices_arrives_whole(
     """In whatever order its tensors are, and whether or not the sender knew where to."""
     payload = [torch.zeros(3, device=device) for device in order]
     sent = transport.on_send(payload, "meta", to if known else None)
+    assert len(transport.crossing(sent)) == known  # one of its tensors is on its way
     received = transport.on_receive(sent, to)
     assert [str(tensor.device) for tensor in received] == [to, to]
     waited = HOST if to == "cpu" else transport._streams.waited

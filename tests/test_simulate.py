@@ -49,6 +49,27 @@ def test_it_agrees_with_simpy_on_random_graphs(block):
         assert ours.finished == pytest.approx(theirs, abs=1e-6), f"seed {seed}\n{plan.table()}"
 
 
+def with_hand_offs(plan, seed):
+    """The times of a random plan whose hand-offs take time, too: about as long as its work."""
+    draw = np.random.default_rng(seed)
+    handed = {
+        (name, "within"): tuple(draw.exponential(1.0, 2) * draw.integers(0, 2, 2)) for name in plan.graph.channels
+    }
+    return replace(times(plan.graph), handed=handed)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_it_agrees_with_simpy_where_hand_offs_take_time(block):
+    for seed in range(25 * block, 25 * block + 25):
+        plan = random_plan(seed)
+        taken = with_hand_offs(plan, seed)
+        theirs = Model(plan, taken).run(40)
+        ours = simulate(plan, taken, windows=40, skip=10)
+        assert ours.finished == pytest.approx(theirs, abs=1e-6), f"seed {seed}\n{plan.table()}\n{taken.handed}"
+        path = ours.path()
+        assert all(after.before is before and after.start == before.end for before, after in pairwise(path))
+
+
 def test_the_random_graphs_have_every_rule_in_them():
     plans = [random_plan(seed) for seed in range(200)]
     routes = [route for plan in plans for route in plan.routes]
@@ -82,6 +103,19 @@ def test_constant_times_without_choice_give_exactly_the_maximum_cycle_ratio():
             seen = simulate(plan, times(plan.graph), windows=220, skip=100)
             assert seen.step_seconds == pytest.approx(ratio / windows, rel=1e-9), f"seed {seed}"
     assert marked > 20
+
+
+def test_with_hand_offs_the_exact_ratio_is_that_of_the_simulation_too():
+    longer = 0
+    for seed in range(120):
+        plan = random_plan(seed, steady=True)
+        if is_marked(plan):
+            taken = with_hand_offs(plan, seed)
+            (ratio, _), (without, _) = (maximum_ratio(*events(plan, each)[:2]) for each in (taken, times(plan.graph)))
+            seen = simulate(plan, taken, windows=220, skip=100)
+            assert seen.step_seconds == pytest.approx(ratio / events(plan, taken)[2], rel=1e-9), f"seed {seed}"
+            longer += ratio > 1.01 * without
+    assert longer > 10
 
 
 @pytest.mark.parametrize("seed", [1, 3, 30, 64])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dflash_pipe.trace import critical, write_chrome
-from stages.devices import DeviceTransport
+from stages.devices import DeviceTransport, HostStagedTransport
+from stages.messages import Parameters
 from tests.test_trace import broken_rules
 from tests.training import TINY, train, write_rows
 
@@ -48,3 +49,32 @@ def test_a_recorded_training_has_a_profile_a_valid_trace_and_knows_its_memory(to
     write_chrome(timeline, tmp_path / "trace.json")
     assert broken_rules(json.loads((tmp_path / "trace.json").read_text())) == []
     assert critical(timeline)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize(("to", "legs"), [("cpu", 1), pytest.param("cuda:1", 1, marks=two_gpus)])
+@pytest.mark.parametrize("staged", [False, True])
+def test_the_way_of_what_is_sent_is_timed_on_the_device(to: str, legs: int, staged: bool) -> None:
+    transport = HostStagedTransport() if staged else DeviceTransport()
+    transport.enter("cuda:0")
+    payload = Parameters(torch.ones(1 << 26, device="cuda:0"), 1)
+    for _ in range(2):  # the first one asks for memory
+        sent = transport.on_send(payload, "cuda:0", to)
+        torch.cuda.synchronize()
+    marks = transport.crossing(sent)
+    assert len(marks) == legs + (staged and to != "cpu")  # through the host: out and in
+    seconds = [transport.elapsed(*pair) for pair in marks]
+    assert all(took is not None and 1e-5 < took < 1.0 for took in seconds)
+    assert transport.crossing(transport.on_send(payload, "cuda:0", "cuda:0")) == ()
+
+
+def test_hand_offs_of_a_training_are_in_its_profile(tmp_path: Path) -> None:
+    """With a transport that keeps the sender of gradients and weights, and nobody else."""
+    rows = write_rows(tmp_path / "train.arrow", vocabulary=300)
+    settings = [f"data.path={rows}", *TINY, "data.epochs=12", "transport=benchmarks.slow_transport:EachThroughHost"]
+    result = train(["overlapped", "targets/tiny_llama"], settings, tmp_path / "run").result
+    assert result.profile is not None and not result.profile.fault()
+    took = {channel: ways["within"].mean for channel, ways in result.profile.handed.items() if "within" in ways}
+    assert min(took["grads"], took["params"]) > 5 * took["features"]
