@@ -11,11 +11,14 @@ import hashlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -25,15 +28,16 @@ from rich.table import Table
 
 from benchmarks.autotuned_launches import OURS, THREADS, WAYS, Launches, at_once, launches
 from benchmarks.machine import Out, described, keep
-from benchmarks.terminal import output
+from benchmarks.terminal import output, progress
 from dflash_pipe import BadInput
 from stages.target_model import load_truncated
 from stages.tuning import keep_tuning
 
-__all__ = ["SHAPES", "Stress", "autotune", "separately", "stress"]
+__all__ = ["LAYERS", "SHAPES", "Stress", "autotune", "layers", "separately", "stress"]
 
 SHAPES = ((1, 777), (2, 1500), (3, 2000), (1, 4500))  # rows and tokens; each brings kernels that are not tuned yet
 _AGAIN = "ours, with saved tuning"
+LAYERS = (OURS, _AGAIN, *(way for way in WAYS if way != OURS))  # in this order: whoever stops early has seen ours
 _TIMED = 5
 
 # Qwen3.6-27B's Gated DeltaNet layers; what does not matter here is small.
@@ -129,18 +133,46 @@ def _alone(target: Any, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def separately(call: str, **environment: str) -> dict[str, Any]:
-    """The fields of what `call`, an expression of this module, gives in a process of its own.
+    """The fields of what `call`, an expression of this module, gives in a process of its own, which does not outlive
+    this call.
 
-    Raises subprocess.CalledProcessError if it fails, and subprocess.TimeoutExpired after three minutes.
+    Raises subprocess.CalledProcessError if it fails, and subprocess.TimeoutExpired after three minutes; only then what
+    it wrote on stderr is shown there.
     """
     script = (
         f"import json; from pathlib import Path; from benchmarks.autotune import *; print(json.dumps(vars({call})))"
     )
     command = [sys.executable, "-c", script]
     where: dict[str, Any] = {"cwd": Path(__file__).parents[1], "env": {**os.environ, **environment}}
-    ended = subprocess.run(command, **where, stdout=subprocess.PIPE, text=True, check=True, timeout=180)
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    with subprocess.Popen(command, **where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said, complaints = process.communicate(timeout=180)
+        except BaseException as early:  # `subprocess.run` would not wait after a Ctrl-C
+            process.kill()
+            process.wait()
+            sys.stderr.write(os.fsdecode(getattr(early, "stderr", None) or ""))
+            raise
+    if process.returncode:
+        sys.stderr.write(complaints)
+        raise subprocess.CalledProcessError(process.returncode, call)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
+
+
+def layers(
+    threads: int, told: Callable[[str], None], run: Callable[..., dict[str, Any]] = separately
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each way from a cold cache, as soon as it has run, with the seconds that its process took; ours once more, in
+    another process with what the first has tuned."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tuning.json"
+        for way in LAYERS:
+            told(f"Gated DeltaNet layers, {way}")
+            ours = way in (OURS, _AGAIN)
+            call = f"stress({OURS if ours else way!r}, {threads}, {f'Path({str(file)!r})' if ours else None})"
+            began = perf_counter()
+            found = run(call, TRITON_CACHE_DIR=str(Path(folder) / way.replace(" ", "-")))
+            yield way, found | {"seconds": perf_counter() - began}
 
 
 def autotune(
@@ -162,23 +194,38 @@ def autotune(
     console.print(described(), highlight=False)
     rates = launches(count, repeats)
     _print_launches(console, rates)
-    good = rates[OURS].errors == rates[OURS].wrong == 0
-    real = _stress_all(console, threads) if torch.cuda.is_available() else {}
-    if real:
-        ours, again = real[OURS], real[_AGAIN]
-        good = good and not any(r["errors"] or r["wrong"] for r in (ours, again)) and ours["digest"] == again["digest"]
-    else:
-        console.print("Gated DeltaNet layers: not run (no GPU)", highlight=False)
+    real: dict[str, dict[str, Any]] = {}
+    ended: BaseException | None = None
+    if torch.cuda.is_available():
+        try:
+            with progress(console) as told:
+                for way, found in layers(threads, told):
+                    real[way] = found
+        except (KeyboardInterrupt, subprocess.SubprocessError) as early:
+            ended = early
+    _print_layers(console, real, threads, ended is not None)
     if out:
         figures = {
             "count": count,
             "threads": threads,
             "launches": {way: vars(r) for way, r in rates.items()},
             "layers": real,
+            "stopped": ended is not None,
         }
         console.print(f"results: {keep(out, 'autotune', figures)}", highlight=False)
-    if check and not good:
+    if isinstance(ended, KeyboardInterrupt):
+        raise typer.Exit(128 + signal.SIGINT)
+    if ended:
+        raise ended
+    if check and not _good(rates, real):
         raise typer.Exit(1)
+
+
+def _good(rates: Mapping[str, Launches], real: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether ours neither failed nor computed anything wrong, and computed the same with saved tuning."""
+    ours = [real[way] for way in (OURS, _AGAIN) if way in real]
+    right = rates[OURS].errors == rates[OURS].wrong == 0 and not any(r["errors"] or r["wrong"] for r in ours)
+    return right and len({r["digest"] for r in ours}) <= 1
 
 
 def _print_launches(console: Console, rates: dict[str, Launches]) -> None:
@@ -194,28 +241,30 @@ def _print_launches(console: Console, rates: dict[str, Launches]) -> None:
     console.print(table)
 
 
-def _stress_all(console: Console, threads: int) -> dict[str, dict[str, Any]]:
-    """Every way from a cold cache; ours once more, in another process with what the first has tuned."""
+def _print_layers(console: Console, found: Mapping[str, dict[str, Any]], threads: int, stopped: bool) -> None:
+    """The ways that have run. stopped: before all of them had."""
     shapes = ", ".join(f"{rows} x {tokens}" for rows, tokens in SHAPES)
     table = Table(
         box=None, pad_edge=False, title=f"Gated DeltaNet layers, {shapes}, {threads} threads", title_justify="left"
     )
-    for head in ("way", "errors", "wrong", "s of the cold rounds", "1 thread ms", f"{threads} threads ms"):
+    for head in ("way", "errors", "wrong", "s of the cold rounds", "1 thread ms", f"{threads} threads ms", "s in all"):
         table.add_column(head, justify="left" if head == "way" else "right")
-    found, said = {}, []
-    with tempfile.TemporaryDirectory() as folder, console.status("") as status:
-        file = Path(folder) / "tuning.json"
-        for way in (*WAYS, _AGAIN):
-            status.update(way)
-            ours = way in (OURS, _AGAIN)
-            call = f"stress({OURS if ours else way!r}, {threads}, {f'Path({str(file)!r})' if ours else None})"
-            cache = Path(folder) / way.replace(" ", "-")
-            r = found[way] = separately(call, TRITON_CACHE_DIR=str(cache))
-            cold = " ".join(f"{seconds:.1f}" for seconds in r["cold"])
-            times = (f"{1000 * r[key]:.1f}" for key in ("one", "all"))
-            table.add_row(way, f"{len(r['errors'])} of {2 * threads * len(SHAPES)}", str(r["wrong"]), cold, *times)
-            said += [f"{way}: {error}" for error in r["errors"][:3]]
-    console.print(table)
-    same = "the same bits" if found[OURS]["digest"] == found[_AGAIN]["digest"] else "OTHER bits"
-    console.print(*said, f"{found[OURS]['gpus']} GPU(s); {_AGAIN}: {same}", sep="\n", highlight=False)
-    return found
+    said = []
+    for way, r in found.items():
+        cold = " ".join(f"{seconds:.1f}" for seconds in r["cold"])
+        times = (f"{1000 * r[key]:.1f}" for key in ("one", "all"))
+        failed = f"{len(r['errors'])} of {2 * threads * len(SHAPES)}"
+        table.add_row(way, failed, str(r["wrong"]), cold, *times, f"{r['seconds']:.0f}")
+        said += [f"{way}: {error}" for error in r["errors"][:3]]
+    if found:
+        console.print(table)
+        said.append(f"{next(iter(found.values()))['gpus']} GPU(s)")
+    if _AGAIN in found:
+        same = "the same bits" if found[OURS]["digest"] == found[_AGAIN]["digest"] else "OTHER bits"
+        said[-1] += f"; {_AGAIN}: {same}"
+    if stopped:
+        left = ", ".join(way for way in LAYERS if way not in found)
+        said.append(f"Stopped after {len(found)} of {len(LAYERS)} ways, before {left}.")
+    elif not found:
+        said.append("Gated DeltaNet layers: not run (no GPU)")
+    console.print(*said, sep="\n", highlight=False, markup=False)

@@ -52,11 +52,15 @@ def at_once(bodies: Sequence[Callable[[], Any]]) -> float:
         body()
 
     with ThreadPoolExecutor(len(bodies)) as pool:
-        running = [pool.submit(begin, body) for body in bodies]
-        together.wait()
-        began = time.perf_counter()
-        for each in running:
-            each.result()
+        try:
+            running = [pool.submit(begin, body) for body in bodies]
+            together.wait()
+            began = time.perf_counter()
+            for each in running:
+                each.result()
+        except BaseException:
+            together.abort()  # else a Ctrl-C before all have come would leave the others waiting for ever
+            raise
     return time.perf_counter() - began
 
 

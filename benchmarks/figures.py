@@ -19,10 +19,21 @@ from dflash_pipe.forecast_table import duration, unit_of
 from dflash_pipe.stats import BLOCKED, STARVED
 from dflash_pipe.trace import Depth, Timeline
 
-__all__ = ["COLOURS", "WAITS", "Panel", "channel_depths", "stage_colours", "step_times", "timelines", "worker_shares"]
+__all__ = [
+    "COLOURS",
+    "HANDED",
+    "WAITS",
+    "Panel",
+    "channel_depths",
+    "stage_colours",
+    "step_times",
+    "timelines",
+    "worker_shares",
+]
 
 # Okabe and Ito's colours, which people with any kind of colour blindness can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F6000", "#5A5A5A")
+HANDED = "#A0522D"  # hand-offs
 WAITS = {STARVED: "#E9ECEF", BLOCKED: "#F3C6C1"}
 _WIDTH = 11.0  # inches
 _INK = "#333333"
@@ -50,7 +61,7 @@ class Panel:
 
     timeline: of one of its runs; begin: where the shown part of it starts, in seconds; ends: when each window ended.
     shares: worker -> (busy, starved, blocked). capacities: channel -> messages it has room for. steps: seconds a step,
-    of each repeat, and step: their estimate. forecast: seconds a step.
+    of each repeat, and step: their estimate. forecast: seconds a step. colours: of stages, and of `HAND_OFF`.
     """
 
     name: str
@@ -95,7 +106,7 @@ def _timeline(ax: Axes, panel: Panel, seconds: float, scale: float) -> None:
         if not inside.shows(span.begin, span.end):
             continue
         left, width = inside.bar(span.begin, span.end)
-        row, colour = rows[span.worker], panel.colours[span.stage]
+        row, colour = rows[span.worker], panel.colours[span.work]
         ax.broken_barh([(left, width)], (row - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.4)
         if width > per_inch * (_LETTER * len(str(span.index)) + 0.06):
             ax.text(
@@ -151,7 +162,7 @@ def _parts(panel: Panel, worker: str) -> list[tuple[str, float, str]]:
     spent: dict[str, float] = {}
     for span in panel.timeline.spans:
         if span.worker == worker:
-            spent[span.stage] = spent.get(span.stage, 0.0) + span.end - span.begin
+            spent[span.work] = spent.get(span.work, 0.0) + span.end - span.begin
     total = sum(spent.values())
     stages = [
         (stage if len(spent) > 1 else "busy", busy * spent[stage] / total, colour)

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.busy import device_busy
 from benchmarks.compare import Topology, difference, ratio
 from benchmarks.graphs import VARIANT, is_control
 from benchmarks.interval import Estimate
 from dflash_pipe.forecast import TRUSTED, Forecast, Options, predict
 from dflash_pipe.forecast_table import duration, figure, unit_of
 from dflash_pipe.graph import transport_of
+from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
 
-__all__ = ["Findings", "found", "rates", "telling"]
+__all__ = ["Findings", "found", "gpus_busy", "rates", "telling"]
 
 # So many times the messages that are worked on ahead have to be measured; a step as forecast needs no doubt.
 _MANY, _CLOSE = 5, 0.05
+# A stage that takes so much longer than in the first topology, and so much of the step, is worth a word.
+_LONGER, _MATTERS = 0.02, 0.01
 _HEADS = (
     "topology",
     "GPUs",
@@ -26,6 +30,8 @@ _HEADS = (
     "times as fast",
     "forecast",
     "measured / forecast",
+    "overlap efficiency",
+    "busiest GPU",
     "rows/s",
     "rows/s per GPU",
     "supervised tokens/s",
@@ -50,12 +56,14 @@ class Findings:
     remarks: Sequence[str]
 
 
-def found(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: int | None) -> Findings:
-    """Compare the first topology with the others. rows: of the whole training, if that is known."""
+def found(
+    compared: Sequence[Topology], forecasts: Sequence[Forecast], own: Sequence[float], rows: int | None
+) -> Findings:
+    """Compare the first topology with the others. own: seconds a step of each as forecast from its own profile. rows:
+    of the whole training, if that is known."""
     differences = list(_differences(compared))
-    table = [
-        _row(topology, forecast, compared[0], rows) for topology, forecast in zip(compared, forecasts, strict=True)
-    ]
+    each = zip(compared, forecasts, own, strict=True)
+    table = [_row(topology, forecast, seconds, compared[0], rows) for topology, forecast, seconds in each]
     shown = [number for number, _ in enumerate(_HEADS) if any(row[number][0] != "-" for row in table)]
     return Findings(
         headline=_headline(compared, differences),
@@ -64,7 +72,7 @@ def found(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: int
         heads=[_HEADS[number] for number in shown],
         rows=[[row[number] for number in shown] for row in table],
         verdicts=_verdicts(compared, forecasts),
-        remarks=list(_remarks(compared, forecasts, rows)),
+        remarks=[*_remarks(compared, forecasts, rows), *_slower(compared, forecasts, own)],
     )
 
 
@@ -129,8 +137,11 @@ def _factor(times: Estimate, decimals: int = 2) -> tuple[str, str]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _row(topology: Topology, forecast: Forecast, first: Topology, total: int | None) -> list[tuple[str, str]]:
+def _row(
+    topology: Topology, forecast: Forecast, own: float, first: Topology, total: int | None
+) -> list[tuple[str, str]]:
     step, a_second, peaks = topology.step, rates(topology), topology.memory.values()
+    busiest = max(((share, name) for name, share in gpus_busy(topology).items()), default=None)
     gain, sure = _factor(ratio(topology, first))
     _, size = unit_of(step.median)
     rows = a_second.get("rows")
@@ -142,6 +153,8 @@ def _row(topology: Topology, forecast: Forecast, first: Topology, total: int | N
         ("1" if topology is first else gain, "" if topology is first else _bracketed(sure)),
         (duration(forecast.pace.step), ""),
         (f"{step.median / forecast.pace.step:.1%}", ""),
+        (f"{own / topology.middle.step:.1%}", ""),
+        (f"{busiest[0]:.1%}", busiest[1]) if busiest else ("-", ""),
         (figure(rows) if rows else "-", ""),
         (figure(rows / topology.gpus) if rows and topology.gpus else "-", ""),
         (figure(a_second["supervised"]) if "supervised" in a_second else "-", ""),
@@ -153,6 +166,11 @@ def _row(topology: Topology, forecast: Forecast, first: Topology, total: int | N
 
 def _bracketed(text: str) -> str:
     return f"[{text}]" if text else ""
+
+
+def gpus_busy(topology: Topology) -> dict[str, float]:
+    """GPU -> share of the steady state for which it computed."""
+    return device_busy(topology.middle.timeline, plan(topology.graph))
 
 
 def rates(topology: Topology) -> dict[str, float]:
@@ -195,6 +213,33 @@ def _remarks(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: 
             )
 
 
+def _slower(compared: Sequence[Topology], forecasts: Sequence[Forecast], own: Sequence[float]) -> Iterator[str]:
+    """Where a forecast misses and the one from the topology's own profile does not: which stages took other times than
+    in the first. Where both are one forecast there is nothing to tell."""
+    for topology, forecast, seconds in zip(compared, forecasts, own, strict=True):
+        step, expected = topology.middle.step, forecast.pace.step
+        missed = abs(step / expected - 1) > _LONGER
+        if missed and abs(step - seconds) < abs(step - expected) / 2:
+            sign = 1 if step > expected else -1
+            changes = _changes(topology.middle.profile, compared[0].middle.profile)
+            said = [f"{stage} {times:.2f}x" for stage, times in changes.items() if sign * (times - 1) > _LONGER]
+            if said:
+                what = "longer" if sign > 0 else "less time"
+                yield f"{topology.name}: its stages took {what} than in {compared[0].name}: {', '.join(said)}"
+
+
+def _changes(profile: Profile, first: Profile) -> dict[str, float]:
+    """Stage -> how many times as long what it does took as in the first profile, of those that matter."""
+    changes = {}
+    for stage, parts in profile.stages.items():
+        before = first.stages.get(stage, {})
+        common = [part for part in parts if part in before and before[part].total]
+        work = sum(before[part].total for part in common)
+        if work and sum(samples.total for samples in parts.values()) > _MATTERS * profile.steps.total:
+            changes[stage] = sum(before[part].count * parts[part].mean for part in common) / work
+    return changes
+
+
 def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> dict[str, str]:
     """What binds each topology and what would help, where its forecast was right; else by how much not, and whether a
     shared processor explains it."""
@@ -226,7 +271,8 @@ def telling(topology: Topology, first: Topology) -> Profile:
 def _verdict(topology: Topology, forecast: Forecast) -> str:
     """The forecast's verdict, but with the share of its time for which what binds was busy as it was measured."""
     stage, share = next(iter(forecast.pace.stages.items()))
-    busy = max(worker.busy for worker in topology.middle.view.workers if stage in worker.stages)
+    busy = [worker.busy for worker in topology.middle.view.workers if stage in worker.stages]  # none: a hand-off
     _, _, advice = forecast.verdict.partition("; ")
-    bound = f"bound by {stage}: busy {busy:.0%} as measured, {share:.0%} of the forecast's critical path"
+    measured = f"busy {max(busy):.0%} as measured, " if busy else ""
+    bound = f"bound by {stage}: {measured}{share:.0%} of the forecast's critical path"
     return f"{bound}; {advice}" if advice else bound

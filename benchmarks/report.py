@@ -11,12 +11,13 @@ import jinja2
 from markupsafe import Markup
 
 from benchmarks import figures
+from benchmarks.busy import warm, window_ends
 from benchmarks.compare import Topology
 from benchmarks.figures import Panel
 from benchmarks.findings import Findings
 from benchmarks.machine import described, record
 from dflash_pipe.forecast import Forecast
-from dflash_pipe.trace import Timeline
+from dflash_pipe.trace import HAND_OFF
 
 __all__ = ["is_report", "panels", "rendered"]
 
@@ -67,13 +68,15 @@ def _template() -> str:
 
 def panels(topologies: Sequence[Topology], forecasts: Sequence[Forecast]) -> tuple[list[Panel], float]:
     """What the pictures show, and how many seconds of the timelines."""
-    ends = [_ends(topology.middle.timeline) for topology in topologies]
-    begins = [_begin(topology.middle.timeline, own) for topology, own in zip(topologies, ends, strict=True)]
+    ends = [window_ends(topology.middle.timeline) for topology in topologies]
+    begins = [warm(own, topology.middle.timeline.warm_up) for topology, own in zip(topologies, ends, strict=True)]
     counted = (max(own.values()) - begin for begin, own in zip(begins, ends, strict=True))
     seconds = min(_STEPS * max(topology.middle.step for topology in topologies), *counted)
     spans = sum(len(topology.middle.timeline.spans) / _length(topology) for topology in topologies) * seconds
     seconds /= max(1.0, spans / _SPANS)
     colours = figures.stage_colours(list(topologies[0].graph.stages))
+    if any(span.work == HAND_OFF for topology in topologies for span in topology.middle.timeline.spans):
+        colours[HAND_OFF] = figures.HANDED
     shown = []
     for topology, forecast, own, begin in zip(topologies, forecasts, ends, begins, strict=True):
         trial = topology.middle
@@ -93,19 +96,6 @@ def panels(topologies: Sequence[Topology], forecasts: Sequence[Forecast]) -> tup
     return shown, seconds
 
 
-def _ends(timeline: Timeline) -> dict[int, float]:
-    """Window -> when the last work on it ended, in order."""
-    ends: dict[int, float] = {}
-    for span in timeline.spans:
-        ends[span.window] = max(span.end, ends.get(span.window, span.end))
-    return dict(sorted(ends.items()))
-
-
 def _length(topology: Topology) -> float:
     spans = topology.middle.timeline.spans
     return max(span.end for span in spans) - min(span.begin for span in spans)
-
-
-def _begin(timeline: Timeline, ends: dict[int, float]) -> float:
-    """The end of the last window of the warm-up, or of the first that the timeline still has."""
-    return next(end for window, end in ends.items() if window >= timeline.warm_up - 1)

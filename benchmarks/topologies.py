@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.alone import alone
 from benchmarks.compare import Interrupted, Topology, clear, ratio, run_in_turns
-from benchmarks.findings import Findings, found, rates, telling
+from benchmarks.findings import Findings, found, gpus_busy, rates, telling
 from benchmarks.graphs import inputs, loaded, on_devices_of, source
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output, progress
@@ -76,9 +76,9 @@ def topologies(
     with progress(console) as told:
         compared, ceilings, stopped, failure = _measured(graphs, repeat, profile_stages, told)
         told("forecasting")
-        forecasts, hurried = _forecasts(compared)
+        forecasts, own, hurried = _forecasts(compared)
         stopped = stopped or hurried
-    findings = found(compared, forecasts, rows)
+    findings = found(compared, forecasts, own, rows)
     findings = replace(findings, headline=" ".join(filter(None, (stopped, findings.headline))))
     _print(console, findings, ceilings)
     if report:
@@ -87,7 +87,7 @@ def topologies(
         report.write_text(rendered(compared, forecasts, findings, ceilings))
         console.print(f"report: {report}", highlight=False)
     if out:
-        figures = _figures(compared, forecasts, findings) | {"stopped": bool(stopped)}
+        figures = _figures(compared, forecasts, own, findings) | {"stopped": bool(stopped)}
         console.print(f"results: {keep(out, _NAME, figures)}", highlight=False)
     if failure:
         raise failure
@@ -97,14 +97,26 @@ def topologies(
         raise typer.Exit(1)
 
 
-def _forecasts(compared: Sequence[Topology]) -> tuple[list[Forecast], str]:
-    """One for each; and in words what Ctrl-C left out, or ''."""
+def _forecasts(compared: Sequence[Topology]) -> tuple[list[Forecast], list[float], str]:
+    """One for each; seconds a step of each from its own profile; and in words what Ctrl-C left out, or ''."""
     pairs = [(topology.graph, telling(topology, compared[0])) for topology in compared]
     try:
-        return [predict(*pair) for pair in pairs], ""
+        forecasts = [predict(*pair) for pair in pairs]
+        return forecasts, _own(compared, forecasts), ""
     except KeyboardInterrupt:
         options = Options(changes=False)
-        return [predict(*pair, options=options) for pair in pairs], "Stopped before changes were forecast."
+        forecasts = [predict(*pair, options=options) for pair in pairs]
+        return forecasts, _own(compared, forecasts), "Stopped before changes were forecast."
+
+
+def _own(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> list[float]:
+    """Seconds a step of each as forecast from its own profile: what its schedule makes of its stages' times."""
+    options, steps = Options(changes=False), []
+    for topology, forecast in zip(compared, forecasts, strict=True):
+        profile = topology.middle.profile
+        same = telling(topology, compared[0]) is profile
+        steps.append((forecast if same else predict(topology.graph, profile, options=options)).pace.step)
+    return steps
 
 
 def _measured(
@@ -181,8 +193,10 @@ def _print(console: Console, findings: Findings, ceilings: Sequence[Sequence[str
         console.print(line, highlight=False, markup=False, soft_wrap=True, style=style)
 
 
-def _figures(compared: Sequence[Topology], forecasts: Sequence[Forecast], findings: Findings) -> dict[str, Any]:
-    def about(topology: Topology, forecast: Forecast) -> dict[str, Any]:
+def _figures(
+    compared: Sequence[Topology], forecasts: Sequence[Forecast], own: Sequence[float], findings: Findings
+) -> dict[str, Any]:
+    def about(topology: Topology, forecast: Forecast, seconds: float) -> dict[str, Any]:
         checked = topology.checked or topology.trials[0]
         return {
             "files": topology.graph.files,
@@ -195,12 +209,15 @@ def _figures(compared: Sequence[Topology], forecasts: Sequence[Forecast], findin
             "a_second": rates(topology),
             "peak_bytes": topology.memory,
             "forecast_seconds": forecast.pace.step,
+            "own_forecast_seconds": seconds,
+            "overlap_efficiency": seconds / topology.middle.step,
+            "device_busy": gpus_busy(topology),
             "verdict": findings.verdicts[topology.name],
             "workers": {w.name: [w.busy, w.starved, w.blocked] for w in topology.middle.view.workers},
             "digests": checked.digests,
             "weights": checked.weights,
         }
 
-    each = {t.name: about(t, f) for t, f in zip(compared, forecasts, strict=True)}
+    each = {t.name: about(t, f, seconds) for t, f, seconds in zip(compared, forecasts, own, strict=True)}
     same = {"same": not findings.differences, "differences": findings.differences}
     return {"repeats": len(compared[0].trials), **same, "topologies": each}

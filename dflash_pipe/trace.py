@@ -17,8 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TRACE_BEGINS", "Depth", "OnPath", "Span", "Timeline", "Wait", "critical", "write_chrome"]
+__all__ = ["HAND_OFF", "TRACE_BEGINS", "Depth", "OnPath", "Span", "Timeline", "Wait", "critical", "write_chrome"]
 
+HAND_OFF = "hand-off"
 TRACE_BEGINS = '{"traceEvents":'  # what `write_chrome` writes first
 
 
@@ -36,6 +37,11 @@ class Span:
     window: int
     begin: float
     end: float
+
+    @property
+    def work(self) -> str:
+        """What kept the worker: the name of a stage, or HAND_OFF."""
+        return HAND_OFF if self.what.startswith(HAND_OFF) else self.stage
 
 
 @dataclass(frozen=True, slots=True)

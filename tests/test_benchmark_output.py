@@ -198,7 +198,7 @@ def test_a_table_in_a_pipe_is_as_wide_as_it_is_or_as_columns_says(monkeypatch: p
     """No line of any of them ends in blanks: `called` looks."""
     words = ("topologies", TOY[0], TOY[1], *FAST, "--repeat", 2)
     monkeypatch.delenv("COLUMNS", raising=False)
-    heads = "topology step times as fast forecast measured / forecast"
+    heads = "topology step times as fast forecast measured / forecast overlap efficiency"
     assert heads in [" ".join(line.split()) for line in called(*words).stdout.splitlines()]
     monkeypatch.setenv("COLUMNS", "72")
     table, _, _ = called(*words).stdout.partition("\n\n")

@@ -19,7 +19,7 @@ from benchmarks.compare import run_in_turns
 from benchmarks.graphs import loaded
 from benchmarks.interval import estimate
 from dflash_pipe.forecast import predict
-from dflash_pipe.trace import Depth, Span, Timeline, Wait
+from dflash_pipe.trace import HAND_OFF, Depth, Span, Timeline, Wait
 from tests.called import TOY, called
 
 
@@ -134,6 +134,14 @@ def test_a_worker_with_several_stages_shows_what_each_took() -> None:
     one = panel(timeline=Timeline(("main",), tuple(spans), (), ()), shares={"main": (0.8, 0.2, 0.0)})
     assert {"target 60%", "drafter 20%", "starved 20%"} <= set(texts(figures.worker_shares([one])))
     assert {"busy 100%", "busy 50%", "starved 50%"} <= set(texts(figures.worker_shares([panel()])))
+
+
+def test_a_hand_off_is_no_work_of_its_stage() -> None:
+    spans = [Span("main", "target", "process", 0, 0, 0.0, 0.3), Span("main", "target", "hand-off of x", 0, 0, 0.3, 0.4)]
+    colours = panel().colours | {HAND_OFF: figures.HANDED}
+    one = panel(timeline=Timeline(("main",), tuple(spans), (), ()), shares={"main": (0.8, 0.2, 0.0)}, colours=colours)
+    assert {"target 60%", "hand-off 20%", "starved 20%"} <= set(texts(figures.worker_shares([one])))
+    assert figures.HANDED.lower() in figures.timelines([replace(one, begin=0.0)], 0.4)
 
 
 def test_every_timeline_begins_behind_the_warm_up_and_is_full_to_its_end() -> None:
