@@ -18,17 +18,9 @@ from dflash_pipe.gate import Gate
 from dflash_pipe.message import ELSEWHERE, Message
 from dflash_pipe.stats import BLOCKED, STARVED, Activity
 
-__all__ = ["Channel", "Clock", "Parcel", "Place", "Process", "Work"]
+__all__ = ["Channel", "Clock", "HandOff", "Parcel", "Place", "Process", "Work"]
 
-
-class Parcel(NamedTuple):
-    """A payload in simulated time: its bytes, and its hand-off, of that name. held: seconds that it keeps the sender.
-    later: seconds until the parcel is there after that."""
-
-    nbytes: int = 0
-    name: str = ""
-    held: float = 0.0
-    later: float = 0.0
+_ELSEWHERE = -1  # instead of its bytes: the message was dealt elsewhere and takes no room
 
 
 class Work(NamedTuple):
@@ -44,6 +36,26 @@ class Work(NamedTuple):
     via: str
 
 
+class HandOff(NamedTuple):
+    """What handing a message over takes, and what it is called; via: through which channel. held: seconds that it keeps
+    the sender. later: seconds until the message is there after that, in a lane of the sender's, in which one goes after
+    the other."""
+
+    name: str
+    via: str
+    lane: str
+    held: float
+    later: float
+
+
+class Parcel(NamedTuple):
+    """A payload in simulated time. crossing: its way to the receiver, if that takes time."""
+
+    nbytes: int = 0
+    hand_off: HandOff | None = None
+    crossing: Work | None = None
+
+
 @coroutine
 def _suspend(seconds: float | None) -> Generator[float | None, None, None]:
     yield seconds
@@ -56,8 +68,9 @@ class Process(Activity):
         super().__init__(name, lambda: clock.now)
         self.last: Work | None = None
         self.via = ""
-        self.handed: _Parked
+        self.handed: Message
         self.body: Coroutine[float | None, None, None]
+        self._lanes: dict[str, Work] = {}  # the last that is on its way
         self._time = clock
 
     async def work(self, stage: str, part: str, seconds: float) -> None:
@@ -70,9 +83,34 @@ class Process(Activity):
         """The next message."""
         return receiver.receive(self)
 
-    def send(self, sender: Channel, message: Message) -> Coroutine[Any, Any, None]:
-        """Give the message away."""
-        return sender.send(self, message)
+    async def send(self, sender: Channel, message: Message) -> None:
+        """Hand the message over and give it away."""
+        if message.payload is not ELSEWHERE and message.payload.hand_off is not None:
+            message = message.carrying(await self._handed(message.payload, message.payload.hand_off))
+        await sender.send(self, message)
+
+    async def _handed(self, parcel: Parcel, hand_off: HandOff) -> Parcel:
+        if hand_off.held:
+            await self.work(hand_off.name, "", hand_off.held)
+        if not hand_off.later:
+            return parcel
+        start, before, via = self._time.now, self.last, self.via
+        ahead = self._lanes.get(hand_off.lane)
+        if ahead is not None and ahead.end > start:
+            start, before, via = ahead.end, ahead, ""
+        crossing = Work(self.worker, hand_off.name, "", start, start + hand_off.later, before, via)
+        self._lanes[hand_off.lane] = crossing
+        return parcel._replace(crossing=crossing)
+
+    async def there(self, message: Message) -> None:
+        """Wait until what was received is there: of several replicas, all of it."""
+        payload = message.payload
+        for parcel in payload if type(payload) is tuple else (payload,):
+            if parcel is not ELSEWHERE and parcel.crossing is not None and parcel.crossing.end > self._time.now:
+                self.wait(STARVED, f"input from {parcel.hand_off.via!r}")
+                await _suspend(parcel.crossing.end - self._time.now)
+                self.resume()
+                self.last, self.via = parcel.crossing, parcel.hand_off.via
 
     async def at(self, gate: Gate, key: Any) -> None:
         """Pass the gate."""
@@ -118,15 +156,6 @@ class Clock:
         heapq.heappush(self._due, (self.now + seconds, self._number, process))
 
 
-class _Parked(NamedTuple):
-    """A message in a channel. nbytes: None if it was dealt elsewhere and takes no room. crossing: its way there, if
-    that takes time."""
-
-    message: Message
-    nbytes: int | None
-    crossing: Work | None
-
-
 class Channel:
     """Bounded like `dflash_pipe.channel.Channel`: a message takes room until it is received. Payloads are parcels."""
 
@@ -134,8 +163,8 @@ class Channel:
         self._clock, self._name = clock, name.partition("[")[0]  # on a path all queues of a route are one
         self._max_items, self._max_bytes = items, nbytes
         self._items = self._nbytes = 0
-        self._queue: deque[_Parked] = deque()
-        self._senders: deque[tuple[Process, _Parked]] = deque()
+        self._queue: deque[tuple[Message, int]] = deque()
+        self._senders: deque[tuple[Process, Message, int]] = deque()
         self._receivers: deque[Process] = deque()
 
     def sender(self) -> Channel:
@@ -148,66 +177,48 @@ class Channel:
         """Nobody ever leaves."""
 
     async def send(self, me: Process, message: Message) -> None:
-        """Hand it over and put it in; wait while there is no room."""
-        parked = await self._parked(me, message)
-        if self._fits(parked.nbytes):
-            self._put(parked)
+        """Put it in; wait while there is no room."""
+        nbytes = _ELSEWHERE if message.payload is ELSEWHERE else message.payload.nbytes
+        if self._fits(nbytes):
+            self._put(message, nbytes)
         else:
-            self._senders.append((me, parked))
+            self._senders.append((me, message, nbytes))
             me.wait(BLOCKED, f"room in {self._name!r}")
             await _suspend(None)
 
-    async def _parked(self, me: Process, message: Message) -> _Parked:
-        if message.payload is ELSEWHERE:
-            return _Parked(message, None, None)
-        parcel: Parcel = message.payload
-        if parcel.held:
-            await me.work(parcel.name, "", parcel.held)
-        now = self._clock.now
-        crossing = Work(me.worker, parcel.name, "", now, now + parcel.later, me.last, me.via) if parcel.later else None
-        return _Parked(message, parcel.nbytes, crossing)
-
     async def receive(self, me: Process) -> Message:
-        """Take the first one out; wait while there is none, and until it is there."""
+        """Take the first one out; wait while there is none."""
         if self._queue:
-            parked = self._take()
-        else:
-            self._receivers.append(me)
-            me.wait(STARVED, f"input from {self._name!r}")
-            await _suspend(None)
-            parked = me.handed
-        crossing = parked.crossing
-        if crossing is not None and crossing.end > self._clock.now:
-            me.wait(STARVED, f"input from {self._name!r}")
-            await _suspend(crossing.end - self._clock.now)
-            me.resume()
-            me.last, me.via = crossing, self._name
-        return parked.message
+            return self._take()
+        self._receivers.append(me)
+        me.wait(STARVED, f"input from {self._name!r}")
+        await _suspend(None)
+        return me.handed
 
-    def _fits(self, nbytes: int | None) -> bool:
-        if nbytes is None or self._items == 0:
+    def _fits(self, nbytes: int) -> bool:
+        if nbytes == _ELSEWHERE or self._items == 0:
             return True
         fits = self._max_bytes is None or self._nbytes + nbytes <= self._max_bytes
         return fits and self._items < self._max_items
 
-    def _put(self, parked: _Parked) -> None:
-        if parked.nbytes is not None:
-            self._items, self._nbytes = self._items + 1, self._nbytes + parked.nbytes
-        self._queue.append(parked)
+    def _put(self, message: Message, nbytes: int) -> None:
+        if nbytes != _ELSEWHERE:
+            self._items, self._nbytes = self._items + 1, self._nbytes + nbytes
+        self._queue.append((message, nbytes))
         if self._receivers:
             receiver = self._receivers.popleft()
             receiver.handed = self._take()
             self._clock.wake(receiver, self._name)
 
-    def _take(self) -> _Parked:
-        parked = self._queue.popleft()
-        if parked.nbytes is not None:
-            self._items, self._nbytes = self._items - 1, self._nbytes - parked.nbytes
-        while self._senders and self._fits(self._senders[0][1].nbytes):
-            sender, waiting = self._senders.popleft()
+    def _take(self) -> Message:
+        message, nbytes = self._queue.popleft()
+        if nbytes != _ELSEWHERE:
+            self._items, self._nbytes = self._items - 1, self._nbytes - nbytes
+        while self._senders and self._fits(self._senders[0][2]):
+            sender, waiting, held = self._senders.popleft()
             self._clock.wake(sender, f"room in {self._name}")
-            self._put(waiting)
-        return parked
+            self._put(waiting, held)
+        return message
 
 
 class Place(Gate):

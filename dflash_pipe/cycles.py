@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
-from dflash_pipe.clock import Work
+from dflash_pipe.clock import HandOff, Work
 from dflash_pipe.plan import Plan, RoutePlan, WorkerPlan
-from dflash_pipe.profile import hand_off
 from dflash_pipe.simulate import Times
 
 __all__ = ["Arc", "Operation", "events", "is_marked", "maximum_ratio"]
@@ -75,29 +75,38 @@ class _Unrolled:
         self.windows = math.lcm(window, *(c.group for c in plan.graph.channels.values())) // window
         self.operations: list[Operation] = []
         self.arcs: list[Arc] = []
+        self.sequence: list[int] = []  # what the worker that is being written out does, in order
         self.sends: dict[tuple[str, int], list[tuple[int, bool]]] = defaultdict(list)
-        self.crossings: dict[int, tuple[int, Operation]] = {}  # send -> the offer before it, and the way from there
         self.receives: dict[tuple[str, int], list[tuple[int, bool]]] = defaultdict(list)
+        self.sent: dict[tuple[str, int], list[int]] = defaultdict(list)  # after which what was sent is there
+        self.there: dict[tuple[str, int], list[int]] = defaultdict(list)  # which wait for that
+        self.lanes: dict[tuple[str, str], list[int]] = defaultdict(list)
         self.arrivals: dict[str, dict[int, int]] = defaultdict(dict)  # route -> message -> who completes its arrival
         self.starts: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.admissions: dict[str, list[int]] = defaultdict(list)
         self.endings: dict[str, list[list[int]]] = defaultdict(list)
+        self.hand_offs = {(r.name, n): times.hand_offs(plan, r, n) for r in plan.routes for n in range(r.senders)}
 
     def graph(self) -> tuple[list[Operation], list[Arc], int]:
         for worker in self.plan.workers:
             self._worker(worker)
         for route in self.plan.routes:
             self._channel(route)
+        for crossings in self.lanes.values():
+            self._in_turn(crossings)
         self._credits()
         return self.operations, self.arcs, self.windows
 
     def _worker(self, worker: WorkerPlan) -> None:
-        first = len(self.operations)
+        self.sequence = []
         for index in range(self.windows * self.graph_spec.window):
             self._tick(worker, index)
-        for place in range(first, len(self.operations) - 1):
-            self.arcs.append(Arc(place, place + 1, 0, ""))
-        self.arcs.append(Arc(len(self.operations) - 1, first, 1, ""))
+        self._in_turn(self.sequence)
+
+    def _in_turn(self, operations: list[int]) -> None:
+        """Each waits for the one before, and the first for the last of the period before."""
+        self.arcs += [Arc(before, after, 0, "") for before, after in pairwise(operations)]
+        self.arcs.append(Arc(operations[-1], operations[0], 1, ""))
 
     def _tick(self, worker: WorkerPlan, index: int) -> None:
         window, slot = divmod(index, self.graph_spec.window)
@@ -137,7 +146,11 @@ class _Unrolled:
 
     def _do(self, worker: WorkerPlan, stage: str, part: str) -> int:
         seconds = self.times.seconds.get((stage, part), (0.0,))[0] if part else 0.0
-        self.operations.append(Operation(worker.name, stage if part else "", part, seconds))
+        self.sequence.append(self._add(Operation(worker.name, stage if part else "", part, seconds)))
+        return self.sequence[-1]
+
+    def _add(self, operation: Operation) -> int:
+        self.operations.append(operation)
         return len(self.operations) - 1
 
     def _receive(self, worker: WorkerPlan, stage: str, index: int, *, per_window: bool) -> bool:
@@ -155,10 +168,11 @@ class _Unrolled:
             )
             for queue in queues:
                 self.receives[route.name, queue].append((self._do(worker, stage, ""), own))
-                if own and self._is_late(route):
-                    self._do(worker, stage, "")  # it has made room, and now it is there
             if route.channel.group > 1 and own:
                 self.starts[route.name][index].append(self._do(worker, stage, ""))
+            there = self._do(worker, stage, "")
+            for queue in queues:
+                self.there[route.name, queue].append(there)
         return real
 
     def _send(self, worker: WorkerPlan, stage: str, index: int, *, at_end: bool) -> None:
@@ -167,33 +181,38 @@ class _Unrolled:
             if route.channel.sender != stage or route.kind == "local" or window_end != at_end:
                 continue
             queues = {"gathered": [worker.replica], "shared": [0]}.get(route.kind, list(range(route.receivers)))
-            handing = self.times.handing(self.plan, route, worker.replica, len(queues))
-            for queue, (held, later) in zip(queues, handing, strict=True):
+            for queue, hand_offs in zip(queues, self.hand_offs[route.name, worker.replica], strict=True):
                 own = route.kind != "dealt" or index % self.graph_spec.window % route.receivers == queue
-                if own and held:
-                    self.operations.append(Operation(worker.name, hand_off(route.channel.name), "", held))
-                offer = self._do(worker, stage, "") if own and later else None
+                crossing = self._hand_over(worker, hand_offs[0]) if own and hand_offs else None
                 send = self._do(worker, stage, "")
                 self.sends[route.name, queue].append((send, own))
-                if offer is not None:  # it is on its way while the sender waits for room
-                    self.crossings[send] = offer, Operation(worker.name, hand_off(route.channel.name), "", later)
-            self.arrivals[route.name][index] = len(self.operations) - 1
+                self.sent[route.name, queue].append(send if crossing is None else crossing)
+            self.arrivals[route.name][index] = send
+
+    def _hand_over(self, worker: WorkerPlan, hand_off: HandOff) -> int | None:
+        """What it takes of the sender; the message's way, which begins before there is room for it."""
+        offer = self._add(Operation(worker.name, hand_off.name, "", hand_off.held))
+        self.sequence.append(offer)
+        if not hand_off.later:
+            return None
+        crossing = self._add(Operation(worker.name, hand_off.name, "", hand_off.later))
+        self.arcs.append(Arc(offer, crossing, 0, ""))
+        self.lanes[worker.name, hand_off.lane].append(crossing)
+        return crossing
 
     def _rate(self, stage: str) -> str:
         return next(s.rate for w in self.plan.workers for s in w.stations if s.stage == stage)
 
     def _channel(self, route: RoutePlan) -> None:
-        """A receive waits for its send and for the way; a send waits for the receive that makes room for it."""
+        """A receive waits for its send; a send waits for the receive that makes room for it."""
         capacity, initial = route.channel.capacity.items, route.channel.initial
         for (name, queue), sends in self.sends.items():
             if name != route.name:
                 continue
             receives = self.receives[name, queue]
-            arrived = [self._arrived(send) for send, _ in sends]
-            for place, (receive, own) in enumerate(receives):
+            for place, ((receive, _), there) in enumerate(zip(receives, self.there[name, queue], strict=True)):
                 self._arc([send for send, _ in sends], place - initial, receive, name)
-                if own and self._is_late(route):
-                    self._arc(arrived, place - initial, receive + 1, name)
+                self._arc(self.sent[name, queue], place - initial, there, name)
             freeing = [receive for receive, own in receives if own]
             for place, send in enumerate([send for send, own in sends if own]):
                 self._arc(freeing, place + initial - capacity, send, f"room in {name}")
@@ -202,19 +221,6 @@ class _Unrolled:
             for member in range(index // size * size, index // size * size + size):
                 for start in waiting:
                     self.arcs.append(Arc(self.arrivals[route.name][member], start, 0, f"group on {route.name}"))
-
-    def _is_late(self, route: RoutePlan) -> bool:
-        """Whether its messages are there only after they have been sent."""
-        return any(later for (channel, _), (_, later) in self.times.handed.items() if channel == route.channel.name)
-
-    def _arrived(self, send: int) -> int:
-        """The operation after which what was sent can be received."""
-        if send not in self.crossings:
-            return send
-        offer, crossing = self.crossings[send]
-        self.operations.append(crossing)
-        self.arcs.append(Arc(offer, len(self.operations) - 1, 0, ""))
-        return len(self.operations) - 1
 
     def _credits(self) -> None:
         limits = {"messages": self.graph_spec.credits.messages, "windows": self.graph_spec.credits.windows}

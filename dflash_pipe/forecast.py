@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflash_pipe import hand_offs
 from dflash_pipe.critical import Cycle, critical_cycle, seconds_by_stage
 from dflash_pipe.cycles import events, is_marked, maximum_ratio
 from dflash_pipe.errors import BadInput, Stalled, nearest
@@ -19,8 +20,8 @@ from dflash_pipe.exclusive import Exclusive, Resource, shared_cores, shared_devi
 from dflash_pipe.graph import Graph, transport_of
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
-from dflash_pipe.profile import Profile
-from dflash_pipe.service import constant_times, drawn_times, handed, replicas_busy, sped_up, uncontended, varies
+from dflash_pipe.profile import Profile, hand_off
+from dflash_pipe.service import constant_times, drawn_times, replicas_busy, sped_up, uncontended, varies
 from dflash_pipe.simulate import Simulated, Times, simulate
 from dflash_pipe.sizes import Sizes, resized, sizes, telling_keys
 from dflash_pipe.stats import WorkerShares
@@ -34,8 +35,6 @@ TRUSTED = 0.10
 _FIRINGS = 30_000
 # Below this speedup a change of the graph is not worth a word.
 _WORTH = 1.02
-# Hand-offs of less than this share of a step are not worth a question.
-_SLOW = 0.01
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,9 @@ class _Prediction:
 
     def of(self, graph: Graph, what_ifs: Sequence[str]) -> Forecast:
         _same_stages(graph, self.profile)
-        pace = self._pace(graph, {})
+        pace = self._pace(graph)
         outcomes = tuple(self._asked(graph, pace, what_ifs))
-        measured, own = self.profile.steps.mean, self._pace(self.profiled, {}).step
+        measured, own = self.profile.steps.mean, self._pace(self.profiled).step
         refusal = ""
         if abs(own / measured - 1) > TRUSTED:
             refusal, outcomes = (
@@ -155,7 +154,7 @@ class _Prediction:
             outcomes=outcomes,
             asked=asked_for,
             refusal=refusal,
-            verdict="; ".join(filter(None, (self._bound(graph, pace), "" if refusal else _advice(outcomes)))),
+            verdict="; ".join(filter(None, (self._bound(graph, pace), "" if refusal else _advice(outcomes, pace)))),
         )
 
     def _asked(self, graph: Graph, pace: Pace, what_ifs: Sequence[str]) -> Iterator[Outcome]:
@@ -173,20 +172,13 @@ class _Prediction:
 
     def _usual(self, graph: Graph, pace: Pace, names: set[str]) -> Iterator[Outcome]:
         """The usual changes that can be forecast, without those of these names."""
-        for change in usual(graph, telling_keys(graph, self.profile), self._slow_hand_offs(graph)):
+        for change in usual(graph, telling_keys(graph, self.profile), hand_offs.slow(graph, self.profile, pace.step)):
             if change.name not in names:
                 with contextlib.suppress(BadInput):
                     yield self._outcome(graph, pace, change)
 
-    def _slow_hand_offs(self, graph: Graph) -> list[str]:
-        """Channels between workers of which a hand-off takes longer than a hundredth of the profiled step."""
-        placed = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}
-        slow = {c for (c, _), took in handed(self.profile).items() if sum(took) > _SLOW * self.profile.steps.mean}
-        channels = (channel for channel in graph.channels.values() if channel.name in slow)
-        return [c.name for c in channels if any(placed[to.stage] != placed[c.sender] for to in c.receivers)]
-
     def _outcome(self, graph: Graph, pace: Pace, change: Change) -> Outcome:
-        changed = self._pace(change.graph, change.times)
+        changed = self._pace(change.graph, change.times, change.free)
         work = change.graph.window * self._growth(change.graph) / (graph.window * self._growth(graph))
         remarks = tuple(remark for remark in changed.remarks if remark not in pace.remarks)
         return Outcome(change, changed, work * pace.step / changed.step, remarks=remarks)
@@ -214,13 +206,15 @@ class _Prediction:
 
     # --- one graph
 
-    def _pace(self, graph: Graph, faster: Mapping[str, float]) -> Pace:
-        """faster: stage -> factor on its times."""
+    def _pace(self, graph: Graph, faster: Mapping[str, float] | None = None, free: str = "") -> Pace:
+        """faster: stage -> factor on its times. free: a channel that is handed over in no time."""
         if (other := transport_of(graph)) != (measured := transport_of(self.profiled)):
             raise BadInput(f"the profile was measured with transport {measured}; it does not tell what {other} does")
-        profile, remarks, off = resized(self.profile, sizes(self.profiled, graph, self.profile))
-        for stage, factor in faster.items():
+        size = sizes(self.profiled, graph, self.profile)
+        profile, remarks, off = resized(self.profile, size)
+        for stage, factor in (faster or {}).items():
             profile = sped_up(profile, stage, factor)
+        profile = hand_offs.in_no_time(profile, free)
         plan = lay_out(graph)
         pace = self._timed(plan, profile)
         for stage, share in off.items():
@@ -229,7 +223,9 @@ class _Prediction:
         slower = self._timed(plan, profile).step / pace.step - 1.0 if off else 0.0
         if slower > 1.0:
             raise BadInput(f"the profile tells the step only within ± {slower:.0%}; measure nearer to it")
-        return replace(pace, remarks=(*remarks, *self._left_out(plan), *self._not_crossed(plan, pace)), off=slower)
+        remarks += [*hand_offs.sized(graph, self.profile, pace.step)] if size.everywhere != 1.0 else []
+        remarks += [*self._left_out(plan), *hand_offs.unknown(plan, self.profile, pace.cycle)]
+        return replace(pace, remarks=tuple(remarks), off=slower)
 
     def _timed(self, plan: Plan, profile: Profile) -> Pace:
         graph = plan.graph
@@ -262,17 +258,6 @@ class _Prediction:
                 "they take turns, and what they cost each other beyond that is not in the profile"
             )
         return found
-
-    def _not_crossed(self, plan: Plan, pace: Pace) -> list[str]:
-        """What decides the step and goes from device to device, where the profile has no time for that, in words."""
-        routes = (route for route in plan.routes if route.kind != "local" and plan.is_between(route))
-        decisive = {leg.via for leg in pace.cycle.legs}
-        unknown = [
-            r.name for r in routes if r.name in decisive and (r.channel.name, "between") not in handed(self.profile)
-        ]
-        return (
-            [f"what the way from device to device takes is not in the profile: {', '.join(unknown)}"] if unknown else []
-        )
 
     def _growth(self, graph: Graph) -> float:
         return sizes(self.profiled, graph, self.profile).everywhere
@@ -327,10 +312,12 @@ def _paced(plan: Plan, seen: Simulated, times: Times | None) -> Pace:
     return Pace(step, median, low, high, times is not None, cycle, shares, seen.workers, ())
 
 
-def _advice(outcomes: Sequence[Outcome]) -> str:
-    """The one change that would help most."""
+def _advice(outcomes: Sequence[Outcome], pace: Pace) -> str:
+    """The one change that would help most; where a hand-off binds, what it costs."""
     kept = [outcome for outcome in outcomes if outcome.pace is not None and outcome.change.same_result]
-    changes = [outcome for outcome in kept if not any(outcome.change.times.values())] or kept
+    binding = [outcome for outcome in kept if hand_off(outcome.change.free) == next(iter(pace.stages))]
+    kept = binding or [outcome for outcome in kept if not outcome.change.free]
+    changes = [outcome for outcome in kept if not outcome.change.times] or kept
     best = max(changes, key=lambda outcome: outcome.speedup, default=None)
     if best is not None and best.speedup < _WORTH:
         best = max(kept, key=lambda outcome: outcome.speedup)

@@ -35,7 +35,7 @@ class Joined(Protocol):
 
 Q = TypeVar("Q", bound=Queue)
 S = TypeVar("S", bound=Joined)
-Ways = Callable[[RoutePlan, int, int], Sequence[Callable[[Message], Message]]]
+Ways = Callable[[RoutePlan, int], Sequence[Callable[[Message], Message]]]
 
 
 def credit_gates(plan: Plan) -> dict[str, CreditGate]:
@@ -57,7 +57,7 @@ class Joins(Generic[Q, S]):
     """Joins stations along all routes of a plan.
 
     stations: by stage and replica. queue: makes a channel of a name, messages and bytes. start: (index, window) of the
-    first message. ways: of a route, a sending replica and a number of senders: see `Outlet`.
+    first message. ways: of a route and a sending replica: see `Outlet`.
     feedback: per worker, (station, outlet, tokens).
     """
 
@@ -67,7 +67,7 @@ class Joins(Generic[Q, S]):
         stations: Mapping[tuple[str, int], S],
         queue: Callable[[str, int, int | None], Q],
         start: tuple[int, int] = (0, 0),
-        ways: Ways = lambda route, replica, senders: (),
+        ways: Ways = lambda route, replica: (),
     ) -> None:
         self.plan, self.graph, self.stations, self.start = plan, plan.graph, stations, start
         self.queues: list[Q] = []
@@ -95,8 +95,9 @@ class Joins(Generic[Q, S]):
             else:
                 queue = queues[replica : replica + 1] if route.kind == "gathered" else queues
                 senders = [channel.sender() for channel in queue]
-                ways = self._ways(route, replica, len(senders))
-                outlet = Outlet(senders, ways, deal=route.kind == "dealt", feedback=route.feedback)
+                outlet = Outlet(
+                    senders, self._ways(route, replica), deal=route.kind == "dealt", feedback=route.feedback
+                )
                 outlet.group = group
             self._attach_outlet(route, replica, outlet)
         for replica in range(route.receivers):

@@ -87,19 +87,14 @@ class Plan:
         reached = _reached(worker, self.routes, place)
         return [r for r in self.routes if r.merge and place[r.channel.sender] in reached]
 
-    def towards(self, route: RoutePlan, replica: int, senders: int) -> tuple[str, list[str | None]]:
-        """The device of a sending replica, and for each of its senders that of whoever reads behind it; None: of the
-        first who is free, and they are on several."""
+    def towards(self, route: RoutePlan, replica: int) -> tuple[str, list[set[str]]]:
+        """The device of a sending replica, and for each of its senders those on which whoever reads behind it may be:
+        several where the first who is free takes it."""
         devices = {(s.stage, worker.replica): s.device for worker in self.workers for s in worker.stations}
-        there: list[str | None] = [devices[route.to.stage, r] for r in range(route.receivers)]
-        if senders < route.receivers:
-            there = [there[0] if len(set(there)) == 1 else None] * senders
+        there = [{devices[route.to.stage, receiver]} for receiver in range(route.receivers)]
+        if route.kind == "shared":
+            there = [set().union(*there)]
         return devices[route.channel.sender, replica], there
-
-    def is_between(self, route: RoutePlan) -> bool:
-        """Whether anything on the route goes from one device to another."""
-        ways = (self.towards(route, replica, route.receivers) for replica in range(route.senders))
-        return any(to != here for here, there in ways for to in there)
 
     def in_order(self, worker: WorkerPlan) -> bool:
         """Whether the worker's replicas get a turn in input order. Where they take messages in none, whoever waited for

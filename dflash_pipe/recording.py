@@ -70,6 +70,7 @@ class Tape:
         self._record = recording.recorder.record
         self._mark, self._elapsed = recording.transport.mark, recording.transport.elapsed
         self._pending: deque[_Firing | _HandOff] = deque()
+        self._under_way: deque[tuple[_HandOff, float]] = deque()  # and for how long the sender was kept
         self._known: dict[str, tuple[float, Any]] = {}  # device -> host time of a mark on it
 
     def mark(self, device: str) -> Mark:
@@ -81,7 +82,7 @@ class Tape:
         """A firing is over, as far as the host is concerned. held: payloads, and the stage, that say how large the work
         was, which is told of `process` and `read` only. sent: what was made."""
         held = held if part != "end_window" else ()
-        end = self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
+        end = self._mark_after(begin)
         self._pending.append(_Firing(stage, part, stamp, begin, end, _measures(held, sent)))
         if len(self._pending) >= _AT_A_TIME or _host(end) - _host(self._pending[0].begin) > _AT_LEAST_EVERY:
             self.read()
@@ -89,9 +90,12 @@ class Tape:
     def handed(self, stage: str, channel: str, way: Way, stamp: Stamp, begin: Mark, sent: Any) -> None:
         """A message has been handed over to one receiver, as far as the host is concerned. sent: what the transport
         made of its payload."""
-        end = self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
         crossing = tuple(self._recording.transport.crossing(sent))
-        self._pending.append(_HandOff(stage, channel, way, stamp, begin, end, crossing))
+        self._pending.append(_HandOff(stage, channel, way, stamp, begin, self._mark_after(begin), crossing))
+
+    def _mark_after(self, begin: Mark) -> Mark:
+        """Now, on the clock on which `begin` is."""
+        return self.mark(begin[1]) if isinstance(begin, tuple) else perf_counter()
 
     def over(self, stamp: Stamp) -> None:
         """A stage at which the stream ends is done with this message."""
@@ -103,8 +107,10 @@ class Tape:
         while pending:
             first = pending[0]
             if not (self._took_firing(first) if isinstance(first, _Firing) else self._took_hand_off(first)):
-                return
+                break
             pending.popleft()
+        while self._under_way and self._arrived(*self._under_way[0]):
+            self._under_way.popleft()
 
     def _took_firing(self, fired: _Firing) -> bool:
         idle = self._idle_before(fired.begin)
@@ -121,17 +127,23 @@ class Tape:
         return True
 
     def _took_hand_off(self, handed: _HandOff) -> bool:
-        crossed = [self._elapsed(*marks) for marks in handed.crossing]
-        moments = None if None in crossed else self._on_host(handed.begin, handed.end)
+        moments = self._on_host(handed.begin, handed.end)
         if moments is None:
             return False
         began, ended = moments
-        later = sum(seconds for seconds in crossed if seconds is not None)
-        self._recording.recorder.handed(handed.channel, handed.way, handed.stamp.index, ended - began, later)
+        self._under_way.append((handed, ended - began))
         if ended - began > _SEEN:
             what = hand_off(handed.channel)
             self.spans.add((handed.stage, what, handed.stamp.index, handed.stamp.window, began, ended))
         return True
+
+    def _arrived(self, handed: _HandOff, held: float) -> bool:
+        """Whether what was handed over is there; then it is taken down."""
+        crossed = [self._elapsed(*marks) for marks in handed.crossing]
+        later = sum(seconds for seconds in crossed if seconds is not None)
+        if None not in crossed:
+            self._recording.recorder.handed(handed.channel, handed.way, handed.stamp.index, held, later)
+        return None not in crossed
 
     def _idle_before(self, begin: Mark) -> float:
         """Seconds for which the device did nothing for this worker before `begin`, if that mark lies on a device."""
@@ -234,7 +246,8 @@ class Recording:
         for device, stages in devices.items():
             if (seen := self.transport.memory(device)) is not None:
                 memory[device] = DeviceMemory(*seen, tuple(dict.fromkeys(stages)))
-        began = min((entry[4] for tape in self.tapes.values() for entry in tape.spans.entries), default=None)
+        spans = (entry for tape in self.tapes.values() for entry in tape.spans.entries)
+        began = min((entry[4] for entry in spans if entry[2] >= 0), default=None)  # -1: of a first token
         return replace(self.recorder.profile(graph, words, memory, began), host=host)
 
     def _host(self) -> Host:

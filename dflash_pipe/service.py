@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_pipe.exclusive import shared_cores
+from dflash_pipe.hand_offs import samples_of, taken
 from dflash_pipe.plan import Plan
-from dflash_pipe.profile import LATER, Part, Profile, Samples, Way, hand_off
+from dflash_pipe.profile import LATER, Part, Profile, Samples, Way
 from dflash_pipe.simulate import Times
 from dflash_pipe.sizes import SENT
 
-__all__ = ["constant_times", "drawn_times", "handed", "replicas_busy", "sped_up", "uncontended", "varies"]
+__all__ = ["constant_times", "drawn_times", "replicas_busy", "sped_up", "uncontended", "varies"]
 
 # A part whose times spread less than this share of their mean is constant for the forecast.
 _STEADY = 0.01
@@ -33,6 +34,9 @@ def replicas_busy(profile: Profile, plan: Plan, stage: str) -> float:
     for part, samples in profile.stages[stage].items():
         firings = worker.spec.replicas if part == "end_window" else 1 if rate == "window" else profile.window
         seconds += samples.mean * firings
+    for channel, ways in profile.handed.items():
+        if plan.graph.channels[channel].sender == stage:
+            seconds += sum(samples.total for samples in ways.values()) / profile.steps.count
     return seconds / profile.steps.mean
 
 
@@ -54,21 +58,12 @@ def uncontended(profile: Profile, plan: Plan) -> Profile:
 
 
 def sped_up(profile: Profile, stage: str, factor: float) -> Profile:
-    """The profile as if everything the stage, or the hand-off, does took `factor` times as long."""
-    for channel, ways in profile.handed.items():
-        if stage == hand_off(channel):
-            scaled = {way: _scaled(samples, factor) for way, samples in ways.items()}
-            return replace(profile, handed={**profile.handed, channel: scaled})
-    parts = {part: _scaled(samples, factor) for part, samples in profile.stages[stage].items()}
+    """The profile as if everything the stage does took `factor` times as long."""
+    parts = {
+        part: replace(s, total=s.total * factor, seconds=tuple(x * factor for x in s.seconds))
+        for part, s in profile.stages[stage].items()
+    }
     return replace(profile, stages={**profile.stages, stage: parts})
-
-
-def _scaled(samples: Samples, factor: float) -> Samples:
-    def longer(seconds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(factor * each for each in seconds)
-
-    measures = {name: longer(amounts) if name == LATER else amounts for name, amounts in samples.measures.items()}
-    return replace(samples, total=factor * samples.total, seconds=longer(samples.seconds), measures=measures)
 
 
 # --- times for a simulation -------------------------------------------------------------------------------------------
@@ -78,7 +73,10 @@ def varies(profile: Profile) -> bool:
     """Whether any part that matters (1 % of all work) takes a different time every time."""
     parts = [samples for stage in profile.stages.values() for samples in stage.values()]
     total = sum(samples.total for samples in parts)
-    return any(s.total > 0.01 * total and np.std(s.seconds) > _STEADY * np.mean(s.seconds) for s in parts)
+    spent = [(samples.count, np.array(samples.seconds)) for samples in parts]
+    spent += [(s.count, np.add(s.seconds, s.measures[LATER])) for s in samples_of(profile).values()]
+    matter = (seconds for count, seconds in spent if count * np.mean(seconds) > 0.01 * total)
+    return any(np.std(seconds) > _STEADY * np.mean(seconds) for seconds in matter)
 
 
 def constant_times(profile: Profile) -> Times:
@@ -88,7 +86,7 @@ def constant_times(profile: Profile) -> Times:
     }
     sent = {stage: samples for stage, samples in _messages(profile) if SENT in samples.measures}
     nbytes = {stage: (round(float(np.mean(s.measures[SENT]))),) for stage, s in sent.items()}
-    return Times(seconds, nbytes, handed(profile))
+    return Times(seconds, nbytes, taken(profile))
 
 
 def drawn_times(profile: Profile, plan: Plan, *, windows: int, seed: int) -> Times:
@@ -106,19 +104,26 @@ def drawn_times(profile: Profile, plan: Plan, *, windows: int, seed: int) -> Tim
             once = part == "end_window" or rates[stage] == "window"
             size = windows * replicas[stage] if once else messages
             chosen = draws.of(stage, part, size)
-            kept = np.array(samples.seconds)
-            # What was measured and not kept counts in the mean.
-            kept *= samples.mean / kept.mean() if kept.mean() else 1.0
-            seconds[stage, part] = kept[chosen].tolist()
+            seconds[stage, part] = _kept(samples)[chosen].tolist()
             if SENT in samples.measures and part != "end_window":
                 nbytes[stage] = np.array(samples.measures[SENT])[chosen].astype(int).tolist()
-    return Times(seconds, nbytes, handed(profile))
+    return Times(seconds, nbytes, _drawn_hand_offs(profile, messages, seed))
 
 
-def handed(profile: Profile) -> dict[tuple[str, Way], tuple[float, float]]:
-    """Every hand-off at its mean."""
-    ways = ((channel, way, s) for channel, each in profile.handed.items() for way, s in each.items())
-    return {(channel, way): (s.mean, float(np.mean(s.measures[LATER]))) for channel, way, s in ways}
+def _drawn_hand_offs(profile: Profile, size: int, seed: int) -> dict[tuple[str, Way], list[tuple[float, float]]]:
+    drawn = {}
+    for (channel, way), samples in samples_of(profile).items():
+        own = zlib.crc32(f"{channel}/{way}".encode())
+        chosen = _shuffled(np.random.default_rng([seed, own]), len(samples.seconds), size)
+        held, later = _kept(samples)[chosen].tolist(), np.array(samples.measures[LATER])[chosen].tolist()
+        drawn[channel, way] = list(zip(held, later, strict=True))
+    return drawn
+
+
+def _kept(samples: Samples) -> NDArray[np.float64]:
+    """The seconds that were kept; what was measured and not kept counts in their mean."""
+    kept = np.array(samples.seconds)
+    return kept * (samples.mean / kept.mean() if kept.mean() else 1.0)
 
 
 def _messages(profile: Profile) -> list[tuple[str, Samples]]:

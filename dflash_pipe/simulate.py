@@ -4,10 +4,11 @@ Channels apart, they are joined by what joins those of a real run (`dflash_pipe.
 gates. What a worker does between them is written again here: ports read in order, turns, window ends, first tokens.
 Work on a device that several workers share can be made to exclude each other.
 
-Left out: opening, messages that stages leave empty, and the end of the stream: the source never ends, and reads one
-message ahead, across windows too. And that a worker is ahead of its GPU: it takes the next message
-while its device works on the last, which acts as one message more of room around it; with little room a real run may be
-faster. (What its copy to another device puts in a channel is the message that a sender waits with here, too.)
+Left out: opening, messages that stages leave empty, hand-offs where it depends on who is free whether they leave the
+device, and the end of the stream: the source never ends, and reads one message ahead, across windows too. And that a
+worker is ahead of its GPU: it takes the next message while its device works on the last, which acts as one message more
+of room around it; with little room a real run may be faster. (What its copy to another device puts in a channel is the
+message that a sender waits with here, too.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from dflash_pipe.clock import Channel, Clock, Parcel, Place, Process, Work
+from dflash_pipe.clock import Channel, Clock, HandOff, Parcel, Place, Process, Work
 from dflash_pipe.errors import Stalled
 from dflash_pipe.exclusive import Exclusive
 from dflash_pipe.gate import CreditGate, Lane, TurnGate
@@ -29,7 +30,7 @@ from dflash_pipe.route import Local, Outlet
 from dflash_pipe.station import Port
 from dflash_pipe.stats import WorkerShares, shares
 
-__all__ = ["Simulated", "Times", "simulate"]
+__all__ = ["Simulated", "Times", "simulate", "ways"]
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,29 @@ class Times:
     seconds: (stage, part) -> one for each message; for what a stage does once a window, one for each window
     (`end_window` of r replicas: r for each window). Parts: `read` of a source, `process`, `end_window`.
     nbytes: stage -> bytes of each message it sends; only channels with a byte limit ask.
-    handed: (channel, way) -> what every hand-off of it to one receiver takes: how long the sender is kept, and how long
-    after that the message is there.
+    handed: (channel, way) -> what handing each message over to one receiver takes: how long the sender is kept, and how
+    long after that the message is there.
     """
 
     seconds: Mapping[tuple[str, str], Sequence[float]]
     nbytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    handed: Mapping[tuple[str, Way], tuple[float, float]] = field(default_factory=dict)
+    handed: Mapping[tuple[str, Way], Sequence[tuple[float, float]]] = field(default_factory=dict)
 
-    def handing(self, plan: Plan, route: RoutePlan, replica: int, senders: int) -> list[tuple[float, float]]:
-        """`handed` of each sender that a replica has on a route; nothing where it is not known who will receive."""
-        here, there = plan.towards(route, replica, senders)
-        ways: list[Way | None] = [None if to is None else "within" if to == here else "between" for to in there]
-        return [self.handed.get((route.channel.name, way), _AT_ONCE) if way else _AT_ONCE for way in ways]
+    def hand_offs(self, plan: Plan, route: RoutePlan, replica: int) -> list[list[HandOff]]:
+        """For each sender that a replica has on a route, its hand-offs in turn; none that take time: an empty list."""
+        here, there = plan.towards(route, replica)
+        name, found = hand_off(route.channel.name), []
+        for way, devices in zip(ways(plan, route, replica), there, strict=True):
+            lane = f"{here} to {', '.join(sorted(devices))}"
+            taken = self.handed.get((route.channel.name, way), ()) if way else ()
+            found.append([HandOff(name, route.name, lane, *each) for each in taken] if any(map(any, taken)) else [])
+        return found
 
 
-_AT_ONCE = (0.0, 0.0)
+def ways(plan: Plan, route: RoutePlan, replica: int) -> list[Way | None]:
+    """Of each sender that a replica has on a route; None where that depends on who is free."""
+    here, there = plan.towards(route, replica)
+    return ["within" if devices == {here} else None if here in devices else "between" for devices in there]
 
 
 @dataclass(frozen=True)
@@ -148,13 +156,10 @@ class _Simulation:
                 )
         return stations
 
-    def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Message], Message]]:
-        handing = self.times.handing(self.plan, route, replica, senders)
-        return (
-            [partial(_handed, hand_off(route.channel.name), *each) for each in handing]
-            if any(map(any, handing))
-            else []
-        )
+    def _ways(self, route: RoutePlan, replica: int) -> list[Callable[[Message], Message]]:
+        hand_offs = self.times.hand_offs(self.plan, route, replica)
+        once = route.channel.per == "window"
+        return [partial(_offered, each, once) for each in hand_offs] if any(hand_offs) else []
 
     def run(self, windows: int, skip: int) -> Simulated:
         for worker in self.plan.workers:
@@ -210,7 +215,7 @@ class _Simulation:
         once = station.plan.rate == "window"
         for port in station.inputs.values():
             if once or not port.per_window:
-                received = await port.inlet.receive(me)
+                received = await self._receive(me, port)
                 leading = leading or received
         assert leading is not None
         stamp, real = leading.stamp, leading.payload is not ELSEWHERE
@@ -218,7 +223,7 @@ class _Simulation:
             station.holds = True
             for port in station.inputs.values():
                 if port.per_window:
-                    await port.inlet.receive(me)
+                    await self._receive(me, port)
         if real:
             index = stamp.index if station.in_order else None
             await self._work(me, station, "process", stamp.window if once else stamp.index, index)
@@ -233,6 +238,12 @@ class _Simulation:
         if real:
             self._done(me, station, stamp)
         return stamp
+
+    @staticmethod
+    async def _receive(me: Process, port: Port) -> Message:
+        message = await port.inlet.receive(me)
+        await me.there(message)
+        return message
 
     async def _work(self, me: Process, station: _Station, part: str, number: int, index: int | None) -> None:
         seconds = self.times.seconds.get((station.plan.stage, part), _NONE)
@@ -268,8 +279,12 @@ class _Simulation:
                 self.last = me.last
 
 
-def _handed(name: str, held: float, later: float, message: Message) -> Message:
-    return message.carrying(Parcel(message.payload.nbytes, name, held, later))
+def _offered(hand_offs: Sequence[HandOff], once: bool, message: Message) -> Message:
+    """The message with its hand-off; once: a window has one."""
+    if not hand_offs:
+        return message
+    number = message.stamp.window if once else message.stamp.index
+    return message.carrying(message.payload._replace(hand_off=hand_offs[number % len(hand_offs)]))
 
 
 _NONE = (0.0,)

@@ -200,7 +200,7 @@ def _counters(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
 @dataclass(frozen=True)
 class OnPath:
     """A worker on the critical path. seconds: of its work there. times: how often the path came to it. share: of the
-    path's whole time (what the shares lack of 1 is handing over)."""
+    path's whole time (what the shares lack of 1 is short hand-offs)."""
 
     worker: str
     seconds: float

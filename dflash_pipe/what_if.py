@@ -16,7 +16,6 @@ from dflash_pipe.graph import Capacity, ChannelSpec, Credits, Graph, WorkerSpec,
 from dflash_pipe.located import dumps, under
 from dflash_pipe.located import read as read_files
 from dflash_pipe.plan import plan
-from dflash_pipe.profile import hand_off
 from dflash_pipe.transport import Elsewhere
 
 __all__ = ["TAKES", "Change", "asked", "check_laws", "graph_of", "is_lawful", "is_whole", "usual"]
@@ -30,13 +29,14 @@ _COMPUTED = ("seed", "window", "threads", "stages")  # keys that say what is com
 @dataclass(frozen=True)
 class Change:
     """name: as the table shows it. wording: as a sentence has it ("a second target replica"). graph: what it makes.
-    times: stage, or hand-off of a channel -> factor on all its times. same_result: whether a run would still compute
-    the same."""
+    times: stage -> factor on all its times. free: a channel that is handed over in no time. same_result: whether a run
+    would still compute the same."""
 
     name: str
     wording: str
     graph: Graph
     times: Mapping[str, float] = field(default_factory=dict)
+    free: str = ""
     same_result: bool = True
 
 
@@ -161,7 +161,7 @@ def usual(graph: Graph, sizes: Iterable[tuple[str, str, int]] = (), handed: Iter
     for stage in graph.stages:
         yield Change(f"{stage} 10 % faster", f"10 % off {stage}", graph, times={stage: 0.9})
     for name in handed:
-        yield Change(f"{name}: handed over in no time", f"handing {name} over in no time", graph, {hand_off(name): 0.0})
+        yield Change(f"{name}: handed over in no time", f"handing {name} over in no time", graph, free=name)
     for worker in graph.workers.values():
         yield from _one_more_replica(graph, worker)
     placed = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}

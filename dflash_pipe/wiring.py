@@ -134,12 +134,13 @@ class _Wirer:
         self.wiring.snapshots = Snapshots(folder, self.dataflow, every, on_state=on_state)
         return self.wiring.snapshots
 
-    def _ways(self, route: RoutePlan, replica: int, senders: int) -> list[Callable[[Message], Message]]:
+    def _ways(self, route: RoutePlan, replica: int) -> list[Callable[[Message], Message]]:
         """How messages enter each sender's channel: as the transport has it, if that has a say."""
         if type(self.graph.transport).on_send is Transport.on_send:
             return []
         sender = route.channel.sender
         place = next(n for n, w in enumerate(self.plan.workers) if w.replica == replica and sender in w.spec.stages)
         hand_over, station = self.wiring.workers[place].hand_over, self.stations[sender, replica]
-        _, there = self.plan.towards(route, replica, senders)
-        return [partial(hand_over, station, route.channel.name, to) for to in there]
+        _, there = self.plan.towards(route, replica)
+        known = (next(iter(devices)) if len(devices) == 1 else None for devices in there)
+        return [partial(hand_over, station, route.channel.name, to) for to in known]

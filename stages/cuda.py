@@ -25,6 +25,7 @@ from stages.tensors import mapped, tensors
 __all__ = ["CopyStreams", "Sent", "Streams", "moment"]
 
 log = logging.getLogger("dflash_pipe")
+Leg = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a copy
 
 
 class Streams:
@@ -83,11 +84,11 @@ def moment(stream: torch.cuda.Stream) -> torch.cuda.Event:
 @dataclass(frozen=True)
 class Sent:
     """A payload on its way. ready: (device, event) for every device on which it has tensors that are not there before
-    the event. copying: events before and after every leg of its way."""
+    the event. copying: the legs of its way, one for each tensor and stream."""
 
     payload: Any
     ready: tuple[tuple[str, torch.cuda.Event], ...]
-    copying: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...] = ()
+    copying: tuple[Leg, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -116,41 +117,43 @@ class CopyStreams:
         self._out = None if source == "cpu" else torch.cuda.Stream(source)
         self._into = None if target == "cpu" else torch.cuda.Stream(target)
         self._direct = direct
-        self._legs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self, payload: Any, ready: torch.cuda.Event | None) -> Sent:
         """Start copying what of the payload lies on the source, after the event `ready`; returns at once."""
         if self._out is not None and ready is not None:
             self._out.wait_event(ready)
-        self._legs = []
-        copied = mapped(payload, self._copied)
+        legs: list[Leg] = []
+        copied = mapped(payload, lambda tensor: self._copied(tensor, legs))
         last = self._into or self._out
         assert last is not None  # one of the two devices is a GPU
-        return Sent(copied, ((str(self._target), moment(last)),), tuple(self._legs))
+        return Sent(copied, ((str(self._target), moment(last)),), tuple(legs))
 
-    def _copied(self, tensor: Tensor) -> Tensor:
+    def _copied(self, tensor: Tensor, legs: list[Leg]) -> Tensor:
         if tensor.device != self._source:
             return tensor
         if self._out is not None:
             tensor.record_stream(self._out)
             if self._direct:
-                with torch.cuda.stream(self._into), self._leg(self._out):
+                with torch.cuda.stream(self._into), _timed(self._out, legs):
                     return tensor.to(self._target, non_blocking=True)
-            with self._leg(self._out):
-                tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            with _timed(self._out, legs):
+                tensor = pinned.copy_(tensor, non_blocking=True)
             if self._into is not None:
                 self._into.wait_stream(self._out)
         if self._into is None:
             return tensor
-        with self._leg(self._into):
-            return tensor.pin_memory().to(self._target, non_blocking=True)
+        pinned = tensor.pin_memory()
+        with _timed(self._into, legs):
+            return pinned.to(self._target, non_blocking=True)
 
-    @contextmanager
-    def _leg(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """What is done on `stream`, with the moments before and after it."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            begin.record(stream)
-            yield
-            end.record(stream)
-        self._legs.append((begin, end))
+
+@contextmanager
+def _timed(stream: torch.cuda.Stream, legs: list[Leg]) -> Iterator[None]:
+    """What is done on `stream` becomes one of the legs."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        begin.record(stream)
+        yield
+        end.record(stream)
+    legs.append((begin, end))

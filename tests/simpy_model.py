@@ -27,7 +27,7 @@ class Queue:
         self.store = simpy.Store(env)
 
     def put(self, index: int, real: bool = True, there: float = 0.0) -> Any:
-        """there: when it can be read."""
+        """there: when it will have arrived."""
         if real:
             yield from unless_done(self.room.get(1))
         yield from unless_done(self.store.put((index, real, there)))
@@ -36,9 +36,7 @@ class Queue:
         index, real, there = yield from unless_done(self.store.get())
         if real:
             yield from unless_done(self.room.put(1))
-        if there > self.store._env.now:
-            yield self.store._env.timeout(there - self.store._env.now)
-        return index, real
+        return index, real, there
 
 
 class Condition:
@@ -72,7 +70,9 @@ class Model:
         self.changes = Condition(self.env)
         self.queues: dict[tuple[str, int], Queue] = {}
         self.local: dict[tuple[str, int], list[tuple[int, bool]]] = defaultdict(list)
-        self.merged: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
+        self.merged: dict[tuple[str, int], dict[int, tuple[bool, float]]] = defaultdict(dict)
+        self.lanes: dict[tuple[str, ...], float] = defaultdict(float)
+        self.devices = {(s.stage, worker.replica): s.device for worker in plan.workers for s in worker.stations}
         self.handed_on: dict[tuple[str, int], int] = defaultdict(int)
         self.arrived: dict[str, int] = defaultdict(int)
         self.turn_taken: dict[str, bool] = defaultdict(bool)
@@ -204,26 +204,48 @@ class Model:
         queues = {"shared": [0], "gathered": [worker.replica]}.get(route.kind, range(route.receivers))
         for queue in queues:
             real = route.kind != "dealt" or index % self.window % route.receivers == queue
-            held, later = self.times.handed.get((route.channel.name, "within"), (0.0, 0.0)) if real else (0.0, 0.0)
-            if held:
-                yield self.env.timeout(held)
-            yield from self.queues[route.name, queue].put(index, real, self.env.now + later if later else 0.0)
+            there = (yield from self.hand_over(route, worker, queue, index)) if real else 0.0
+            yield from self.queues[route.name, queue].put(index, real, there)
         self.arrived[route.name] += 1
         self.changes.changed()
 
+    def hand_over(self, route: Any, worker: Any, queue: int, index: int) -> Any:
+        """Keeps the sender; gives the time at which the message will be there."""
+        here = self.devices[route.channel.sender, worker.replica]
+        every = [self.devices[route.to.stage, receiver] for receiver in range(route.receivers)]
+        behind = set(every) if route.kind == "shared" else {every[0 if route.kind == "gathered" else queue]}
+        if here in behind and len(behind) > 1:  # who takes it decides whether it leaves the device
+            return 0.0
+        taken = self.times.handed.get((route.channel.name, "within" if here in behind else "between"), [(0.0, 0.0)])
+        held, later = taken[(index // self.window if route.channel.per == "window" else index) % len(taken)]
+        if held:
+            yield self.env.timeout(held)
+        if not later:
+            return 0.0
+        lane = (worker.name, *sorted(behind))
+        self.lanes[lane] = max(self.env.now, self.lanes[lane]) + later
+        return self.lanes[lane]
+
     def receive(self, route: Any, worker: Any) -> Any:
+        index, real, there = yield from self.taken(route, worker)
+        if there > self.env.now:
+            yield self.env.timeout(there - self.env.now)
+        return index, real
+
+    def taken(self, route: Any, worker: Any) -> Any:
+        """The next message: its index, whether it is for this replica, and when it is there."""
         key = (route.name, 0 if route.kind == "shared" else worker.replica)
         if route.kind == "local":
-            return self.local[route.name, worker.replica].pop(0)
+            return (*self.local[route.name, worker.replica].pop(0), 0.0)
         if route.kind == "gathered":
             got = []
             for sender in range(route.senders):
                 got.append((yield from self.queues[route.name, sender].get()))
-            return got[0]
+            return (*got[0][:2], max(there for _, _, there in got))
         if route.merge or route.restamp:
-            index, real = yield from self.ordered(route, key)
+            index, real, there = yield from self.ordered(route, key)
         else:
-            index, real = yield from self.queues[key].get()
+            index, real, there = yield from self.queues[key].get()
             group = route.channel.group
             if group > 1 and real:
                 yield from self.changes.until(lambda: self.arrived[route.name] >= index // group * group + group)
@@ -232,7 +254,7 @@ class Model:
             behind = [key for key in behind if self.kind(key[0]) != "shared" or key[1] == 0]
             size = worker.reorder
             yield from self.changes.until(lambda: index < min(self.handed_on[key] for key in behind) + size)
-        return index, real
+        return index, real, there
 
     def kind(self, name: str) -> str:
         return next(r.kind for r in self.plan.routes if r.name == name)
@@ -242,9 +264,9 @@ class Model:
         early, group, due = self.merged[key], route.channel.group, self.handed_on[key]
         wanted = range(due, due + group) if due % group == 0 else [due]
         while not all(index in early for index in wanted):
-            index, real = yield from self.queues[key].get()
-            early[len(early) + due if route.restamp else index] = real
+            index, real, there = yield from self.queues[key].get()
+            early[len(early) + due if route.restamp else index] = real, there
         self.handed_on[key] += 1
-        real = early.pop(due)
+        real, there = early.pop(due)
         self.changes.changed()
-        return due, real
+        return due, real, there

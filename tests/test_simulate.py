@@ -49,20 +49,20 @@ def test_it_agrees_with_simpy_on_random_graphs(block):
         assert ours.finished == pytest.approx(theirs, abs=1e-6), f"seed {seed}\n{plan.table()}"
 
 
-def with_hand_offs(plan, seed):
-    """The times of a random plan whose hand-offs take time, too: about as long as its work."""
+def with_hand_offs(plan, seed, *, steady=False):
+    """A random plan on random devices, and its times with those of hand-offs: about as long as its work."""
     draw = np.random.default_rng(seed)
-    handed = {
-        (name, "within"): tuple(draw.exponential(1.0, 2) * draw.integers(0, 2, 2)) for name in plan.graph.channels
-    }
-    return replace(times(plan.graph), handed=handed)
+    devices = {worker.name: str(draw.choice(["cuda:0", "cuda:1"])) for worker in plan.workers}
+    placed = [replace(w, stations=tuple(replace(s, device=devices[w.name]) for s in w.stations)) for w in plan.workers]
+    some = lambda: [tuple(draw.exponential(1.0, 2) * draw.integers(0, 2, 2)) for _ in range(1 if steady else 3)]  # noqa: E731
+    handed = {(name, way): some() for name in plan.graph.channels for way in ("within", "between")}
+    return replace(plan, workers=tuple(placed)), replace(times(plan.graph), handed=handed)
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(8))
 def test_it_agrees_with_simpy_where_hand_offs_take_time(block):
     for seed in range(25 * block, 25 * block + 25):
-        plan = random_plan(seed)
-        taken = with_hand_offs(plan, seed)
+        plan, taken = with_hand_offs(random_plan(seed), seed)
         theirs = Model(plan, taken).run(40)
         ours = simulate(plan, taken, windows=40, skip=10)
         assert ours.finished == pytest.approx(theirs, abs=1e-6), f"seed {seed}\n{plan.table()}\n{taken.handed}"
@@ -110,7 +110,7 @@ def test_with_hand_offs_the_exact_ratio_is_that_of_the_simulation_too():
     for seed in range(120):
         plan = random_plan(seed, steady=True)
         if is_marked(plan):
-            taken = with_hand_offs(plan, seed)
+            plan, taken = with_hand_offs(plan, seed, steady=True)
             (ratio, _), (without, _) = (maximum_ratio(*events(plan, each)[:2]) for each in (taken, times(plan.graph)))
             seen = simulate(plan, taken, windows=220, skip=100)
             assert seen.step_seconds == pytest.approx(ratio / events(plan, taken)[2], rel=1e-9), f"seed {seed}"
