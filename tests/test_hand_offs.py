@@ -201,8 +201,11 @@ def test_times_of_hand_offs_that_vary_are_drawn():
     uneven = Samples(4, 0.4, (3, 7, 11, 15), (0.0, 0.0, 0.0, 0.4), {"later": (0.0,) * 4})
     pace = predict(graph, replace(profile, handed={"grads": {"within": uneven}})).pace
     assert not pace.exact and pace.high > 0.4 > pace.step > pace.low
-    spread = with_handed(profile_of(graph, 0.126, spread=0.2), "grads", "within", 0.1, 0.0)
-    assert predict(graph, spread).pace.step == pytest.approx(0.126, rel=0.03)
+    for held, later in ((0.1, 0.0), (0.0, 0.1)):
+        spread = with_handed(profile_of(graph, 0.126, spread=0.2), "grads", "within", held, later)
+        pace = predict(graph, spread).pace
+        assert pace.step == pytest.approx(0.126, rel=0.03)
+        assert str(pace.cycle) == "drafter → grads → optim → params → drafter"
 
 
 def test_only_what_goes_from_device_to_device_pays_for_that():
