@@ -53,11 +53,13 @@ def sized(graph: Graph, profile: Profile, step: float) -> Iterator[str]:
 
 
 def unknown(plan: Plan, profile: Profile, cycle: Cycle) -> Iterator[str]:
-    """In words, what is on the critical cycle and is handed over in a way that the profile has no time for."""
+    """In words, what the workers on the critical cycle hand over in a way that the profile has no time for."""
     if transport_of(plan.graph) is None:  # then it takes none
         return
-    decisive, known = {leg.via for leg in cycle.legs}, taken(profile)
-    routes = [route for route in plan.routes if route.kind != "local" and route.name in decisive]
+    on_cycle = {leg.worker for leg in cycle.legs}
+    senders = {station.stage for w in plan.workers if w.name in on_cycle for station in w.stations}
+    routes = [route for route in plan.routes if route.kind != "local" and route.channel.sender in senders]
+    known = taken(profile)
     found = [r.name for r in routes if any((r.channel.name, way) not in known for way in _ways(plan, r))]
     if found:
         yield f"what it takes to hand over {', '.join(found)} is not in the profile"

@@ -152,3 +152,11 @@ def test_a_hand_off_that_binds_is_named_though_no_worker_is_busy_with_it() -> No
     result = called("topologies", TOY[1], "transport=tests.test_findings:SlowGradients", *FAST, "--repeat", 0)
     assert result.exit_code == 0
     assert "overlapped: bound by hand-off of grads: " in result.output and "busy" not in result.output
+
+
+def test_a_hand_off_that_the_first_graph_does_not_have_explains_the_miss() -> None:
+    """One worker hands nothing over; so its profile forecasts the others without what that takes."""
+    slow = "transport=tests.test_findings:SlowGradients"
+    result = called("topologies", *TOY[:2], slow, *FAST, "--repeat", 0)
+    said = next(line for line in result.stdout.splitlines() if line.startswith("overlapped: takes "))
+    assert "; what it measured itself explains it: bound by hand-off of grads: " in said and "interpreter" not in said
