@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def found(
         differences=differences,
         heads=[_HEADS[number] for number in shown],
         rows=[[row[number] for number in shown] for row in table],
-        verdicts=_verdicts(compared, forecasts, own),
+        verdicts=_verdicts(compared, forecasts),
         remarks=[*_remarks(compared, forecasts, rows), *_slower(compared, forecasts, own)],
     )
 
@@ -240,20 +240,21 @@ def _changes(profile: Profile, first: Profile) -> dict[str, float]:
     return changes
 
 
-def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast], own: Sequence[float]) -> dict[str, str]:
+def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> dict[str, str]:
     """What binds each topology and what would help, where its forecast was right; else by how much not, and whether
-    its own profile or a shared processor explains it."""
+    hand-offs, which a first graph of one worker does not have, or a shared processor explain it."""
     said = {}
-    for topology, forecast, seconds in zip(compared, forecasts, own, strict=True):
+    for topology, forecast in zip(compared, forecasts, strict=True):
         off = topology.step.median / forecast.pace.step
         said[topology.name] = _verdict(topology, forecast)
         if off > 1 + TRUSTED:
             said[topology.name] = f"takes {off:.2f} times its forecast, so what that advises is left out"
-            if abs(topology.middle.step / seconds - 1) < TRUSTED and seconds > forecast.pace.step * (1 + TRUSTED):
-                said[topology.name] += f"; what it measured itself explains it: {_own_verdict(topology)}"
+            profile = telling(topology, compared[0])
+            handing = predict(topology.graph, replace(profile, handed=topology.middle.profile.handed))
+            if abs(topology.middle.step / handing.pace.step - 1) < TRUSTED:
+                said[topology.name] += f"; what its hand-offs take explains it: {_verdict(topology, handing)}"
                 continue
             together = dict.fromkeys(topology.graph.stages, "one processor")
-            profile = telling(topology, compared[0])
             shared = predict(topology.graph, profile, options=Options(together=together, changes=False)).pace.step
             if shared > 1.05 * forecast.pace.step:
                 said[topology.name] += (
@@ -263,10 +264,6 @@ def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast], own: 
         elif off < 1 - TRUSTED:
             said[topology.name] = f"takes only {off:.2f} times its forecast, so what that advises is left out"
     return said
-
-
-def _own_verdict(topology: Topology) -> str:
-    return _verdict(topology, predict(topology.graph, topology.middle.profile))
 
 
 def telling(topology: Topology, first: Topology) -> Profile:
