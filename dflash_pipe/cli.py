@@ -1,6 +1,7 @@
 """The command `dflash-pipe`: run, plan, check or predict a graph.
 
-Exit codes: 0 done, 1 a stage failed, 2 bad input (one line says what), 130 / 143 stopped by SIGINT / SIGTERM.
+Exit codes: 0 done, 1 a stage failed, 2 bad input (one line says what), 129 / 130 / 143 stopped by SIGHUP / SIGINT /
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from dflash_pipe.forecast import Options
 from dflash_pipe.forecast import predict as forecast
 from dflash_pipe.forecast_table import rendered
 from dflash_pipe.graph import Graph, dump, load
-from dflash_pipe.located import files_among
-from dflash_pipe.memory import Need, estimate, memory_table, refuse
+from dflash_pipe.located import at, files_among
+from dflash_pipe.memory import Need, estimate, memory_table, refuse, too_much
 from dflash_pipe.picture import unpadded
+from dflash_pipe.places import COMMAND_LINE
 from dflash_pipe.plan import Plan
 from dflash_pipe.plan import plan as lay_out
 from dflash_pipe.profile import load as load_profile
@@ -68,6 +70,8 @@ def run(
         newest(resume)  # there is one
     arguments = graphs or []
     graph = opened([str(resume / "graph.yaml"), *arguments] if resume and not files_among(arguments) else arguments)
+    if resume is not None:
+        _goes_on_in(resume, graph, files_among(arguments))
     writable("--trace", trace, graph.files, TRACE_BEGINS)
     chosen = graph.name not in {Path(file).stem for file in graph.files}
     folder = resume or fresh(runs, graph.name, chosen=chosen)
@@ -77,6 +81,15 @@ def run(
     if result.stopped:
         _leave(128 + result.stopped)
     _leave(0)
+
+
+def _goes_on_in(folder: Path, graph: Graph, files: list[str]) -> None:
+    """Raise BadInput for a name, given beside the topology (the first file), that is not that of the resumed folder."""
+    where, _ = at(graph.places.tree, ("name",))
+    beside = where == COMMAND_LINE or where.rpartition(":")[0] in [os.path.normpath(file) for file in files[1:]]
+    if beside and graph.name != (own := folder.resolve().name):
+        line = f"name is {graph.name!r}, but --resume goes on in {folder}: leave the name out (or name={own}), or copy "
+        raise BadInput(f"{line}the folder to {folder.parent / graph.name} and resume the copy", where)
 
 
 @app.command()
@@ -96,11 +109,16 @@ def check(graphs: Graphs = None) -> None:
     """Check a graph without running anything."""
     graph = opened(graphs or [])
     laid_out = lay_out(graph)
-    print(f"{', '.join(graph.files)}: {len(graph.stages)} stages on {len(laid_out.workers)} workers, all sound")
-    needs = _estimated(laid_out)
+    estimated = _estimated(laid_out)
+    needs = estimated or []
     for need in needs:
         print(need)
-    refuse([need for need in needs if need.device != "cpu"])  # a graph for GPUs may be checked where there are none
+    refuse([need for need in needs if need.device != "cpu"])
+    # A graph for other machines, whose GPUs this one has not, may be checked here.
+    cannot = "; ".join(filter(None, map(too_much, needs)))
+    said = "all sound" if estimated is not None else "sound, as far as can be told without what is not here"
+    said = f"sound, but it cannot run on this machine: {cannot}" if cannot else said
+    print(f"{', '.join(graph.files)}: {len(graph.stages)} stages on {len(laid_out.workers)} workers, {said}")
 
 
 @app.command()
@@ -126,11 +144,12 @@ def predict(
     writable("--write", write, [*graph.files, str(profile)], SPLIT_BEGINS)
     if rows is not None and not any("rows" in s.measures for parts in measured.stages.values() for s in parts.values()):
         raise BadInput("--rows: the profile measures no rows, so there is no ETA", str(profile))
-    if gpus is None:
-        _show(rendered(forecast(graph, measured, what_if or [], options)))
-        return
-    splits = ranked(graph, measured, gpus, options)
-    _show(splits_table(splits))
+    try:
+        splits = ranked(graph, measured, gpus, options) if gpus is not None else []
+        table = splits_table(splits) if splits else rendered(forecast(graph, measured, what_if or [], options))
+    except BadInput as error:
+        raise error.at(str(profile)) from error
+    _show(table)
     if write is not None:
         if splits[0].forecast is None:
             raise BadInput(f"no split of {gpus} GPUs is possible: {splits[0].refusal}", "command line")
@@ -138,14 +157,14 @@ def predict(
         print(f"written: {write} ({splits[0]})")
 
 
-def _estimated(laid_out: Plan) -> list[Need]:
-    """What each device needs. Where that depends on a model or on data that is not here yet, say so. Raises BadInput
-    for what is wrong in any case."""
+def _estimated(laid_out: Plan) -> list[Need] | None:
+    """What each device needs. Where that depends on a model or on data that is not here yet, say so: None. Raises
+    BadInput for what is wrong in any case."""
     try:
         return estimate(laid_out)
     except Missing as error:
         print(f"memory is not estimated: {error}")
-        return []
+        return None
 
 
 def _show(table: RenderableType) -> None:

@@ -1,11 +1,12 @@
 """Shows a run while it lasts: a live picture on a terminal, plain progress lines elsewhere, a table at the end.
 
 `Display` only reads: it calls `view()` from a thread of its own and draws what it gets. An error in drawing ends the
-drawing, not the run; it is raised when the display is left.
+drawing, not the run; it is raised when the display is left, unless it is only that the terminal is gone.
 """
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable
 from threading import Event, Thread
@@ -73,7 +74,8 @@ class Display:
             while not self._stop.wait(self._every):
                 self._draw()
         except Exception as failure:  # kept for __exit__: the run goes on without a picture
-            self._failure = failure
+            if not (isinstance(failure, OSError) and failure.errno == errno.EIO):  # the terminal has hung up
+                self._failure = failure
 
     def _draw(self) -> None:
         view = self._view()

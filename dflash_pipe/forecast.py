@@ -209,7 +209,8 @@ class _Prediction:
     def _pace(self, graph: Graph, faster: Mapping[str, float] | None = None, free: str = "") -> Pace:
         """faster: stage -> factor on its times. free: a channel that is handed over in no time."""
         if (other := transport_of(graph)) != (measured := transport_of(self.profiled)):
-            raise BadInput(f"the profile was measured with transport {measured}; it does not tell what {other} does")
+            was, now = (name or "none at all" for name in (measured, other))
+            raise BadInput(f"the profile was measured with transport {was}; it does not tell what {now} does")
         size = sizes(self.profiled, graph, self.profile)
         profile, remarks, off = resized(self.profile, size)
         for stage, factor in (faster or {}).items():

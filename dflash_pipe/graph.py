@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +22,10 @@ from dflash_pipe.errors import BadInput, nearest
 from dflash_pipe.keys import ChannelKeys, CreditsKeys, GraphKeys, WorkerKeys, validate
 from dflash_pipe.located import Located, at, dumps, located, overlay, plain, read, under
 from dflash_pipe.names import missing, override, resolve, used
+from dflash_pipe.places import Places
 from dflash_pipe.stage import FunctionStage, Signature, Stage
 from dflash_pipe.transport import Elsewhere, Transport
-from dflash_pipe.use import load_object
+from dflash_pipe.use import load_object, one_line
 
 __all__ = [
     "Capacity",
@@ -127,7 +127,7 @@ class Graph:
     """window: messages in one optimizer step. partial_window: whether a last one that is not full is stepped.
     threads: intra-op threads of every worker. stall_after: seconds without any movement before the run is given up.
     snapshot: every so many windows. resolved: the merged YAML with its overrides, before `${}`. files: what it was read
-    from, in the order of overlaying."""
+    from, in the order of overlaying. places: of all that is written."""
 
     name: str
     seed: int
@@ -142,6 +142,7 @@ class Graph:
     channels: dict[str, ChannelSpec]
     workers: dict[str, WorkerSpec]
     resolved: dict[str, Any]
+    places: Places = field(compare=False, repr=False)
     files: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -160,24 +161,26 @@ def load(files: Sequence[str | Path], overrides: Sequence[str] = (), *, elsewher
     for text in overrides:
         tree = override(tree, text)
     resolved = plain(tree)
-    tree = resolve(tree)
+    tree = resolve(tree, names)
+    places = Places(tree, names)
     keys: GraphKeys = validate(GraphKeys, tree, ())
     transport = _transport(tree, keys)
     if elsewhere and not transport.accelerators():
         transport = Elsewhere(_named_devices(keys))
-    workers = {name: _worker(tree, name, worker, transport) for name, worker in keys.workers.items()}
+    workers = {name: _worker(places, name, worker, transport) for name, worker in keys.workers.items()}
     replicas = {stage: worker.replicas for worker in workers.values() for stage in worker.stages}
-    stages = {name: _stage(tree, name, stage.use, replicas.get(name, 1)) for name, stage in keys.stages.items()}
+    stages = {name: _stage(places, name, stage.use, replicas.get(name, 1)) for name, stage in keys.stages.items()}
     limits = keys.credits or CreditsKeys()
     return Graph(
         **keys.model_dump(include={"name", "seed", "window", "partial_window", "threads", "stall_after", "snapshot"}),
         credits=Credits(limits.messages, limits.windows),
         transport=transport,
         stages=stages,
-        channels={name: _channel(tree, name, channel, stages) for name, channel in keys.channels.items()},
+        channels={name: _channel(places, name, channel, stages) for name, channel in keys.channels.items()},
         workers=workers,
         resolved=resolved,
         files=names,
+        places=places,
     )
 
 
@@ -236,6 +239,9 @@ def _transport(tree: Located, keys: GraphKeys) -> Transport:
         return made(keys.threads)
     except BadInput as error:
         raise error.at(where, "transport") from error
+    except Exception as error:  # whatever a constructor of the user's own does
+        line = f"transport: {keys.transport} cannot be built with threads={keys.threads}: {one_line(error)}"
+        raise BadInput(line, where) from error
 
 
 def _named_devices(keys: GraphKeys) -> Iterator[str]:
@@ -245,12 +251,12 @@ def _named_devices(keys: GraphKeys) -> Iterator[str]:
             yield from [written] if isinstance(written, str) else written
 
 
-def _worker(tree: Located, name: str, keys: WorkerKeys, transport: Transport) -> WorkerSpec:
+def _worker(places: Places, name: str, keys: WorkerKeys, transport: Transport) -> WorkerSpec:
     path = ("workers", name)
 
     def devices(stage: str) -> tuple[str, ...]:
         written = keys.device.get(stage, keys.device.get("*", "auto"))
-        where, shown = at(tree, (*path, "device", stage))
+        where, shown = at(places.tree, (*path, "device", stage))
         try:
             if isinstance(written, str):
                 return (transport.resolve(written),) * keys.replicas
@@ -260,27 +266,31 @@ def _worker(tree: Located, name: str, keys: WorkerKeys, transport: Transport) ->
 
     for stage in keys.device:
         if stage != "*" and stage not in keys.stages:
-            where, shown = at(tree, (*path, "device", stage))
+            shown, where = f"workers.{name}.device.{stage}", places.of((*path, "device", stage), (*path, "stages"))
             raise BadInput(f"{shown}: worker {name} has no stage {stage!r}{nearest(stage, keys.stages)}", where)
     return WorkerSpec(
         name=name,
         stages=tuple(keys.stages),
         device={stage: devices(stage) for stage in keys.stages},
-        where=at(tree, (*path, "stages"))[0],
+        where=places.of((*path, "stages")),
         **keys.model_dump(include={"kind", "replicas", "take", "order", "turn"}),
     )
 
 
-def _stage(tree: Located, name: str, use: str, replicas: int) -> StageSpec:
+def _stage(places: Places, name: str, use: str, replicas: int) -> StageSpec:
+    tree = places.tree
     where, _ = at(tree, ("stages", name, "use"))
     made, sig = used(tree, name)
     parameters, written = {}, under(tree, "stages", name, "with")
     for key, entry in written.items():
         if key not in sig.parameters:
             own, known = made.__name__, nearest(key, sig.parameters)
-            if entry.where.rpartition(":")[0] != where.rpartition(":")[0]:  # an overlay, perhaps for another graph
+            later = places.later(where, entry.where)
+            if later != where:  # an overlay, perhaps for another graph
                 own = f"the graph's {name} is {use} ({where}), which"
-            raise BadInput(f"stages.{name}.with.{key}: {own} has no parameter {key!r}{known}", entry.where)
+            elif places.later(entry.where, where) != entry.where:
+                own, known = use, f", which {entry.where} gives: a new `use:` needs a `with:` of its own"
+            raise BadInput(f"stages.{name}.with.{key}: {own} has no parameter {key!r}{known}", later)
         parameters[key] = validate(sig.parameters[key][0], tree, ("stages", name, "with", key))
     absent = [k for k, (_, value) in sig.parameters.items() if value is dataclasses.MISSING and k not in parameters]
     if absent:
@@ -290,29 +300,30 @@ def _stage(tree: Located, name: str, use: str, replicas: int) -> StageSpec:
         spec.build().check(replicas)
     except (BadInput, ValueError) as error:
         said = " ".join(str(error).split())
-        about = [written[word].where for word in re.findall(r"\w+", said) if word in written]
-        raise BadInput(f"stages.{name}: {said}", next(iter(about), where)) from error
+        raise BadInput(f"stages.{name}: {said}", places.of_stage(name, said)) from error
     return spec
 
 
-def _channel(tree: Located, name: str, keys: ChannelKeys, stages: dict[str, StageSpec]) -> ChannelSpec:
+def _channel(places: Places, name: str, keys: ChannelKeys, stages: dict[str, StageSpec]) -> ChannelSpec:
     path = ("channels", name)
     if keys.from_ not in stages:
-        where, shown = at(tree, (*path, "from"))
-        raise BadInput(f"{shown}: no stage {keys.from_!r}{nearest(keys.from_, stages)}", where)
-    where, shown = at(tree, (*path, "to"))
+        where = places.of((*path, "from"), ("stages",))
+        raise BadInput(f"channels.{name}.from: no stage {keys.from_!r}{nearest(keys.from_, stages)}", where)
+    where, shown = at(places.tree, (*path, "to"))
 
     def port(written: str) -> PortRef:
         stage, dot, name = written.partition(".")
         if stage not in stages:
-            raise BadInput(f"{shown}: no stage {stage!r}{nearest(stage, stages)}", where)
+            line = f"{shown}: no stage {stage!r}{nearest(stage, stages)}"
+            raise BadInput(line, places.of((*path, "to"), ("stages",)))
         ports = stages[stage].signature.inputs
+        later = places.later(where, stages[stage].where)
         if not ports:
-            raise BadInput(f"{shown}: {stage} is a source and receives nothing", where)
+            raise BadInput(f"{shown}: {stage} is a source and receives nothing", later)
         if dot and name not in ports:
-            raise BadInput(f"{shown}: {stage} has no port {name!r}{nearest(name, ports)}", where)
+            raise BadInput(f"{shown}: {stage} has no port {name!r}{nearest(name, ports)}", later)
         if not dot and len(ports) > 1:
-            raise BadInput(f"{shown}: {stage} has several ports: {', '.join(f'{stage}.{p}' for p in ports)}", where)
+            raise BadInput(f"{shown}: {stage} has several ports: {', '.join(f'{stage}.{p}' for p in ports)}", later)
         return PortRef(stage, name or next(iter(ports)))
 
     return ChannelSpec(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -22,6 +24,9 @@ from dflash_pipe.errors import BadInput, nearest
 from dflash_pipe.located import SECTIONS, Located, at, plain, under
 
 __all__ = ["KEYS", "CapacityKeys", "ChannelKeys", "CreditsKeys", "GraphKeys", "StageKeys", "WorkerKeys", "validate"]
+
+
+_LONGEST = 100  # characters of a run's name
 
 
 def _listed(value: Any) -> Any:
@@ -40,6 +45,13 @@ class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _folder_name(name: str) -> str:
+    """A run's name is its folder's."""
+    if name in ("", "..") or PurePath(name).name != name or not name.isprintable() or len(name) > _LONGEST:
+        raise ValueError(f"cannot be the name of a run folder (one part of a path, at most {_LONGEST} characters)")
+    return name
+
+
 class StageKeys(_Keys):
     """use: "module:Name". with: the stage's own parameters, validated against its annotations later."""
 
@@ -50,7 +62,7 @@ class StageKeys(_Keys):
 class CapacityKeys(_Keys):
     """items: messages. bytes: of their payloads, also as text ("8GiB")."""
 
-    items: int = Field(default=2, ge=1)
+    items: int = Field(default=2, ge=1, le=1_000_000)
     bytes: Annotated[ByteSize, Field(ge=1)] | None = None
 
 
@@ -91,11 +103,11 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
 class GraphKeys(_Keys):
     """The top level, after `extends:` has been followed."""
 
-    name: str = Field(min_length=1)
-    seed: int = Field(default=0, ge=0)
+    name: Annotated[str, AfterValidator(_folder_name)]
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     window: int = Field(default=1, ge=1)
     partial_window: Literal["keep", "drop"] = "keep"
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     stall_after: float = Field(default=10.0, gt=0)
     snapshot: int | None = Field(default=None, ge=1)
     credits: CreditsKeys | None = None
@@ -129,6 +141,8 @@ _WORDS = {
     "a valid string": "text",
     "a valid boolean": "true or false",
     "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "Value error, ": "",
 }
 
 

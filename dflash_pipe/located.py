@@ -242,6 +242,9 @@ def overlay(base: Located, over: Located, path: tuple[str, ...] = ()) -> Located
             merged[key] = overlay(merged[key], entry, (*path, key))
         else:
             merged[key] = entry
+    if path and path[0] in SECTIONS and len(path) == 1:  # not every file of a section, but those that took from it
+        nulls = [entry.where for entry in over.value.values() if entry.value is None]
+        return Located(merged, nulls[-1] if nulls else base.where)
     return Located(merged, over.where)
 
 

@@ -21,7 +21,7 @@ from dflash_pipe.in_flight import around, downstream, messages, upstream
 from dflash_pipe.plan import Plan, WorkerPlan, stage_order
 from dflash_pipe.stage import Context, Footprint
 
-__all__ = ["Need", "estimate", "memory_table", "refuse"]
+__all__ = ["Need", "estimate", "memory_table", "refuse", "too_much"]
 
 # The CPU's memory is shared with everybody and can be swapped: only what is clearly too much for it is refused.
 _CLEARLY = 1.5
@@ -82,13 +82,19 @@ def estimate(plan: Plan) -> list[Need]:
 
 def refuse(needs: Sequence[Need]) -> None:
     """Raise `BadInput` for the first device that cannot hold what it needs."""
-    for need in needs:
-        if need.has is not None and need.total > need.has * (_CLEARLY if need.device == "cpu" else 1):
-            name, size = need.parts[0]
-            raise BadInput(
-                f"{need.device} needs about {amount(need.total)}, has {amount(need.has)}: the largest part is {name} "
-                f"({amount(size)}); expected less of it, or a part of the stages on another device"
-            )
+    if line := next(filter(None, map(too_much, needs)), ""):
+        raise BadInput(line)
+
+
+def too_much(need: Need) -> str:
+    """Why a device cannot hold what it needs; "" if it can, or if that is not known."""
+    if need.has is None or need.total <= need.has * (_CLEARLY if need.device == "cpu" else 1):
+        return ""
+    name, size = need.parts[0]
+    return (
+        f"{need.device} needs about {amount(need.total)}, has {amount(need.has)}: the largest part is {name} "
+        f"({amount(size)}); expected less of it, or a part of the stages on another device"
+    )
 
 
 def memory_table(needs: Sequence[Need]) -> str:
@@ -153,7 +159,7 @@ def _footprint(graph: Graph, worker: WorkerPlan, device: str, stage: str, told: 
     try:
         said: Footprint = built.footprint(context, told)
     except BadInput as error:
-        raise error.at(graph.stages[stage].where, f"stages.{stage}") from error
+        raise error.at(graph.places.of_stage(stage, error.message), f"stages.{stage}") from error
     return said
 
 

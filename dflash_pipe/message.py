@@ -37,7 +37,7 @@ class Stamp:
     last: bool
 
     def __str__(self) -> str:
-        return f"message {self.index} of window {self.window}"
+        return f"message {self.index} of window {self.window}" if self.index >= 0 else "a first token"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,13 @@ import pydantic_core
 
 from dflash_pipe.errors import BadInput, nearest
 from dflash_pipe.keys import KEYS
-from dflash_pipe.located import SECTIONS, Located, dumps, located, overlay, parse, plain, under
+from dflash_pipe.located import SECTIONS, Located, at, dumps, located, overlay, parse, plain, under
+from dflash_pipe.places import COMMAND_LINE, Places
 from dflash_pipe.stage import Signature, signature
 from dflash_pipe.use import load_object
 
 __all__ = ["missing", "override", "resolve", "used"]
 
-COMMAND_LINE = "command line"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 KeyPath = tuple[str, ...]
 
@@ -67,22 +68,26 @@ def _full_path(tree: Located, key: str) -> KeyPath:
     return (*found[0], *rest[1:])
 
 
-def resolve(tree: Located) -> Located:
+def resolve(tree: Located, files: Sequence[str] = ()) -> Located:
     """Replace every `${stage.parameter}`, `${stage}` (its whole `with:`) and `${full.path}`.
 
     A reference that is the whole value keeps its type; inside a string it becomes text. A parameter that `with:` does
-    not give stands for its default. Raises `BadInput` for unknown and circular references.
+    not give stands for its default. What is put in has the place of the reference, or of what it refers to, whichever
+    was laid last of the files. Raises `BadInput` for unknown and circular references.
     """
-    return _resolved(tree, tree, (), ())
+    return _resolved(tree, tree, (), (), Places(tree, tuple(files)).later)
 
 
-def _resolved(tree: Located, entry: Located, path: KeyPath, active: tuple[KeyPath, ...]) -> Located:
+def _resolved(
+    tree: Located, entry: Located, path: KeyPath, active: tuple[KeyPath, ...], later: Callable[..., str]
+) -> Located:
     """entry, found at path, without references. active: the references being followed."""
     if isinstance(entry.value, dict):
-        return replace(entry, value={k: _resolved(tree, v, (*path, k), active) for k, v in entry.value.items()})
+        inside = {k: _resolved(tree, v, (*path, k), active, later) for k, v in entry.value.items()}
+        return replace(entry, value=inside)
     if isinstance(entry.value, list):
-        items = enumerate(entry.value)
-        return replace(entry, value=[_resolved(tree, v, (*path, str(i)), active) for i, v in items])
+        items = [_resolved(tree, v, (*path, str(i)), active, later) for i, v in enumerate(entry.value)]
+        return replace(entry, value=items)
     if not isinstance(entry.value, str):
         return entry
 
@@ -92,18 +97,27 @@ def _resolved(tree: Located, entry: Located, path: KeyPath, active: tuple[KeyPat
             if target in active:
                 circle = [*active[active.index(target) :], target]
                 raise BadInput(f"references go in a circle: {' → '.join(map('.'.join, circle))}")
-            return replace(_resolved(tree, found, target, (*active, target)), where=entry.where)
+            put_in = _resolved(tree, found, target, (*active, target), later)
+            return replace(put_in, where=later(entry.where, put_in.where))
         except BadInput as error:
-            raise error.at(entry.where, f"{'.'.join(path)}: {match[0]}") from error
+            stage = match[1].partition(".")[0]
+            made = at(tree, ("stages", stage, "use"))[0]  # or where stages were taken out
+            raise error.at(later(entry.where, made), f"{'.'.join(path)}: {match[0]}") from error
+
+    places = [entry.where]
 
     def text(match: re.Match[str]) -> str:
-        value = look(match).value
+        put_in = look(match)
+        value = put_in.value
         if isinstance(value, dict | list):
             raise BadInput(f"{'.'.join(path)}: {match[0]} is not a single value", entry.where)
+        places.append(put_in.where)
         return value if isinstance(value, str) else dumps(value).split("\n")[0]
 
-    whole = _REFERENCE.fullmatch(entry.value)
-    return look(whole) if whole else replace(entry, value=_REFERENCE.sub(text, entry.value))
+    if whole := _REFERENCE.fullmatch(entry.value):
+        return look(whole)
+    written = _REFERENCE.sub(text, entry.value)
+    return Located(written, later(*places))
 
 
 def _find(tree: Located, name: str) -> tuple[KeyPath, Located]:
@@ -117,7 +131,8 @@ def _find(tree: Located, name: str) -> tuple[KeyPath, Located]:
     if path[0] == "stages" and path[2:3] == ("with",) and path[1] in under(tree, "stages"):
         given = under(tree, *path[:3])
         if len(path) == 3:
-            return path, Located(given, "")
+            entry = under(tree, *path[:2]).get("with")
+            return path, Located(given, entry.where if entry else "")
         if len(path) == 4 and path[3] not in given:
             return path, _default(tree, path[1], path[3])
     found = tree
@@ -158,6 +173,8 @@ def missing(tree: Located, stage: str, parameters: list[str]) -> BadInput:
     """The complaint about required parameters that `with:` does not give."""
     written = " and ".join(map(repr, parameters))
     made, _ = used(tree, stage)
-    where = under(tree, "stages", stage)["use"].where
+    entry = under(tree, "stages", stage)
+    emptied = "with" in entry and entry["with"].value is None
+    where = entry["with" if emptied else "use"].where
     example = f"in a file, or {stage}.{parameters[0]}=... on the command line"
     return BadInput(f"stages.{stage}.with: {made.__name__} needs {written} ({example})", where)

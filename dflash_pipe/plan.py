@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_pipe.check import rate
-from dflash_pipe.errors import BadInput
 from dflash_pipe.graph import ChannelSpec, Graph, PortRef, WorkerSpec
+from dflash_pipe.laws import bad, each, owner, rate
 
 __all__ = ["Plan", "RoutePlan", "StationPlan", "WorkerPlan", "plan", "stage_order"]
 
@@ -211,13 +210,15 @@ def _reorder(spec: WorkerSpec, routes: tuple[RoutePlan, ...], place: dict[str, W
 
 
 def _check_progress(graph: Graph, route: RoutePlan) -> None:
-    c, where = route.channel, route.channel.where
+    c = route.channel
     if route.unordered and c.group > 1:
-        line = f"channel {c.name!r}: groups need their order, which is not restored between replicas and replicas"
-        raise BadInput(f"{line} (take: round_robin restores it)", where)
+        ends = each("workers", [owner(graph, stage).name for stage in (c.sender, route.to.stage)], "replicas")
+        line = "groups need their order, which is not restored between replicas and replicas"
+        raise bad(graph, c, f"{line} (take: round_robin restores it)", "group", *ends)
     if route.kind == "local" and c.per == "window" and not route.feedback and rate(graph, route.to.stage) == "message":
-        line = f"channel {c.name!r}: {route.to.stage} needs before a window what {c.sender} sends after it"
-        raise BadInput(f"{line}: they cannot share a worker", where)
+        line = f"{route.to.stage} needs before a window what {c.sender} sends after it"
+        lists = each("workers", [owner(graph, c.sender).name], "stages")
+        raise bad(graph, c, f"{line}: they cannot share a worker", *lists, "from", "to")
 
 
 def _route(graph: Graph, channel: ChannelSpec, to: PortRef, place: dict[str, WorkerSpec]) -> RoutePlan:

@@ -23,7 +23,6 @@ from dflash_pipe.snapshot import has_snapshot
 
 __all__ = ["RunFolder", "fresh"]
 
-_LONGEST = 100  # characters of a run's name
 _LOCK = ".lock"  # whoever uses the folder holds it; it stays, as the sign of a run's folder
 
 
@@ -31,8 +30,6 @@ def fresh(root: Path, name: str, *, chosen: bool) -> Path:
     """`root/name`; if something was made there already: an error for a name that the user chose, else `name-N`, the
     first one that is new or whose run failed before it had made anything."""
     path = root / name
-    if path.name != name or name == ".." or not name.isprintable() or len(name) > _LONGEST:
-        raise BadInput(f"name: {name[:_LONGEST]!r} cannot be the name of a run folder")
     if not path.exists() or (chosen and _has_nothing(path)):
         return path
     if chosen:

@@ -4,8 +4,8 @@
 - The first failure cancels every channel and gate; all workers are joined; one ExceptionGroup tells what failed where.
 - If every worker waits and nothing moves for `stall_after` seconds, that is a failure too: `Stalled` says who waits on
   what.
-- SIGINT or SIGTERM: the source ends at the next window, the stream drains, the snapshot is written. A second signal
-  cancels.
+- SIGINT, SIGTERM or SIGHUP: the source ends at the next window, the stream drains, the snapshot is written. A second
+  signal cancels, but for a second SIGHUP.
 
 The calling thread only supervises: it waits for reports on one queue, so signals are handled at once.
 """
@@ -19,11 +19,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from dflash_pipe.errors import BadInput, Cancelled, Stalled
@@ -32,6 +31,7 @@ from dflash_pipe.message import Stamp
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import Profile
 from dflash_pipe.recording import Recording
+from dflash_pipe.signals import listening
 from dflash_pipe.snapshot import Snapshot
 from dflash_pipe.stage import Source, Stage
 from dflash_pipe.stall import Watchdog
@@ -135,10 +135,11 @@ class Run:
     def execute(self, *, signals: bool = False) -> Result:
         """Run to the end and return how it ended. Raises an ExceptionGroup of what failed, with notes.
 
-        signals: take SIGINT and SIGTERM (main thread only).
+        signals: take SIGINT, SIGTERM and SIGHUP (main thread only).
         """
         threads = self._threads()
-        with self._listening(signals):
+        # SimpleQueue.put may be called from a signal handler.
+        with listening(self._events.put) if signals else nullcontext():
             for thread in threads:
                 self._running += 1
                 thread.start()
@@ -300,24 +301,8 @@ class Run:
         if self._stopped is None:
             self._stopped = number
             self.stop()
-        else:
+        elif number != signal.SIGHUP:  # the system and the shell may both send one for the same hang-up
             self.cancel()
-
-    @contextmanager
-    def _listening(self, signals: bool) -> Iterator[None]:
-        if not signals:
-            yield
-            return
-
-        def handler(number: int, frame: FrameType | None) -> None:
-            self._events.put(signal.Signals(number))  # SimpleQueue.put may be called from a signal handler
-
-        before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for s, old in before.items():
-                signal.signal(s, old)
 
     def _join(self, threads: list[threading.Thread]) -> tuple[str, ...]:
         for thread in threads:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,26 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def read(folder: Path) -> Snapshot:
-    """Raises BadInput, one line, if it is not a whole snapshot of a known format."""
+    """Raises BadInput, one line, if it is not a whole snapshot of a known format; it says how to go on."""
+    try:
+        return _read(folder)
+    except BadInput as error:
+        older = next((path for path in reversed(_whole(folder.parent)) if path < folder and _is_readable(path)), None)
+        if older is None:
+            raise
+        line = f"{error.message}; {older.name} is whole: remove the damaged one (rm -r {shlex.quote(str(folder))}) and "
+        raise BadInput(f"{line}resume again to go on from there") from error
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        _read(folder)
+    except BadInput:
+        return False
+    return True
+
+
+def _read(folder: Path) -> Snapshot:
     try:
         about = json.loads((folder / "snapshot.json").read_text())
         if about["format"] != _FORMAT:

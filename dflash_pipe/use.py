@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_pipe.errors import BadInput, nearest
 
-__all__ = ["load_object"]
+__all__ = ["load_object", "one_line"]
 
 
 def load_object(use: str) -> Any:
@@ -35,12 +35,13 @@ def _import(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise BadInput(f"there is no module {name!r}{_near_modules(error.name)}") from error
-        raise BadInput(f"importing {name} failed: {_line(error)}") from error
+        raise BadInput(f"importing {name} failed: {one_line(error)}") from error
     except (Exception, SystemExit) as error:  # whatever a module does while it is imported
-        raise BadInput(f"importing {name} failed: {_line(error)}") from error
+        raise BadInput(f"importing {name} failed: {one_line(error)}") from error
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an exception of foreign code is and says."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

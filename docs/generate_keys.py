@@ -32,11 +32,12 @@ END = "...\n"  # what PyYAML writes behind a scalar
 
 # One line for each key of a graph file; `_section` refuses a key without one, and one without a key.
 FILE = {
-    "name": "the run's folder is `runs/NAME`; the first file's name where none is given",
-    "seed": "of all randomness, together with the epoch and the sample",
+    "name": "the run's folder is `runs/NAME` (one part of a path, at most 100 characters); the first file's name where"
+    " none is given",
+    "seed": "of all randomness, together with the epoch and the sample; 0 to 2^63 − 1",
     "window": "micro-batches in one optimizer step",
     "partial_window": "whether a last window that the data does not fill is stepped",
-    "threads": "intra-op threads of every worker; null: the library's own choice",
+    "threads": "intra-op threads of every worker, at most 1024; null: the library's own choice",
     "stall_after": "seconds without any movement, with every worker waiting, before the run is given up",
     "snapshot": "write a snapshot every so many windows (there is one at a requested stop in any case)",
     "credits": "how much may be in flight in the whole graph",
@@ -59,7 +60,7 @@ CHANNEL = {
     "capacity": "messages that fit in; `{items: 4, bytes: 8GiB}` bounds the bytes as well",
     "group": "hand on in complete groups of so many messages only",
 }
-CAPACITY = {"items": "messages", "bytes": "bytes of their payloads; null: not bounded"}
+CAPACITY = {"items": "messages, at most 1 000 000", "bytes": "bytes of their payloads; null: not bounded"}
 WORKER = {
     "stages": "the stages it owns, in the order in which they run; no queue lies between them",
     "kind": "a thread of its own, or a coroutine for stages that wait",

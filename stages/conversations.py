@@ -15,6 +15,7 @@ from typing import Any
 
 from dflash_pipe import BadInput
 from dflash_pipe.errors import nearest
+from stages.json_kinds import json_kind
 
 __all__ = ["parse_conversation"]
 
@@ -33,7 +34,7 @@ def parse_conversation(line: bytes | str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"not JSON, which has one object a line ({error})", where) from None
     if not isinstance(row, dict):
-        raise BadInput(f"a {type(row).__name__}, expected an object with one of {', '.join(_FORMS)}", where)
+        raise BadInput(f"{json_kind(row)}, expected an object with one of {', '.join(_FORMS)}", where)
     form = next((name for name in _FORMS if name in row), None)
     if form is None:
         close = next((hint for key in row if "did you mean" in (hint := nearest(key, _FORMS))), "")
@@ -61,18 +62,18 @@ def _share_gpt(turn: Any, place: str, where: str) -> dict[str, str]:
 
 def _user(turn: Any, place: str, where: str) -> dict[str, str]:
     if not isinstance(turn, str):
-        raise BadInput(f"{place} is a {type(turn).__name__}, expected the text of a user's turn", where)
+        raise BadInput(f"{place} is {json_kind(turn)}, expected the text of a user's turn", where)
     return {"role": "user", "content": turn}
 
 
 def _turn(turn: Any, who: str, what: str, roles: dict[str, str], place: str, where: str) -> dict[str, str]:
     if not isinstance(turn, dict):
-        raise BadInput(f"{place} is a {type(turn).__name__}, expected an object with {who!r} and {what!r}", where)
+        raise BadInput(f"{place} is {json_kind(turn)}, expected an object with {who!r} and {what!r}", where)
     for key in (who, what):
         if key not in turn:
             raise BadInput(f"{place} has no {key!r}{nearest(key, turn)}", where)
         if not isinstance(turn[key], str):
-            raise BadInput(f"{place}.{key} is a {type(turn[key]).__name__}, expected text", where)
+            raise BadInput(f"{place}.{key} is {json_kind(turn[key])}, expected text", where)
     if turn[who] not in roles:
         raise BadInput(f"{place}.{who} is {turn[who]!r}{nearest(turn[who], roles)}", where)
     return {"role": roles[turn[who]], "content": turn[what]}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dflash_pipe import BadInput, Context, Footprint, Source
-from stages.arrow_rows import ArrowRows
+from stages.arrow_rows import ArrowRows, recipe_of
 from stages.batches import Cut, Epoch
 from stages.footprints import token_bytes
 from stages.messages import TokenBatch
@@ -39,9 +39,11 @@ class TokenBatches(Source[TokenBatch]):
     lengths are padded to a multiple of it (fewer shapes for compiled kernels). buckets: lengths that rows are padded
     to, each with a fixed number of rows, so that nearly all micro-batches have one of so few shapes; max_length (or
     max_tokens, if less) is always the longest of them (null: a row is padded to the longest of its micro-batch).
+    target, revision: the model that will read the tokens; rows that say they were made for another one are looked
+    through for ids that it does not have (null: they are not).
     """
 
-    untimed = ("epochs", "steps")
+    untimed = ("epochs", "steps", "target", "revision")
     path: str
     max_tokens: int
     max_length: int = 3072
@@ -52,6 +54,8 @@ class TokenBatches(Source[TokenBatch]):
     sort_pool: int = 4096
     pad_to_multiple: int = 1
     buckets: list[int] | None = None
+    target: str | None = None
+    revision: str | None = None
 
     def check(self, replicas: int) -> None:
         at_least_one = ("max_tokens", "max_length", "max_rows", "epochs", "steps", "window", "sort_pool")
@@ -78,11 +82,28 @@ class TokenBatches(Source[TokenBatch]):
             raise BadInput(f"buckets are given, and pad_to_multiple is {self.pad_to_multiple}: expected one of the two")
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
-        """told: (rows, padded length) of the first epoch's micro-batches, each once. Looks at no more than lengths."""
+        """told: (rows, padded length) of the first epoch's micro-batches, each once. Looks at no more than lengths,
+        unless the rows were made for another target. Raises `BadInput` for ids that the target does not have."""
         self._open_rows()
+        self._refuse_foreign_ids()
         rows = np.flatnonzero(self.lengths > 1)
         shapes = self.cut.shapes(self.cut.epoch(rows, self.lengths[rows], (ctx.seed, 0)), self.lengths)
         return Footprint(sent=max(map(token_bytes, shapes), default=0), told=shapes)
+
+    def _refuse_foreign_ids(self) -> None:
+        made_for = recipe_of(self.path).get("tokenizer")
+        if self.target is None or made_for in (None, self.target):
+            return
+        # Imported here: transformers takes seconds to import, and rows of the target's own do not need it.
+        from stages.model_source import text_config
+
+        last = text_config(self.target, self.revision).vocab_size - 1
+        lowest, highest = self.rows.id_range()
+        if lowest < 0 or highest > last:
+            raise BadInput(
+                f"path: {self.path} was made with the tokenizer of {made_for!r}: its token ids {lowest}..{highest} "
+                f"do not fit target {self.target!r}, which has 0..{last}"
+            )
 
     def _open_rows(self) -> None:
         self.rows = ArrowRows(self.path)

@@ -210,10 +210,9 @@ class DrafterKeys(ArchitectureKeys):
 
     def check(self) -> None:
         """Raise BadInput for values that no target could make right."""
-        if self.num_layers < 1:
-            raise BadInput(f"num_layers is {self.num_layers}, expected at least 1")
-        if self.block_size < 2:
-            raise BadInput(f"block_size is {self.block_size}, expected at least 2 (one anchor and one drafted token)")
+        for name, least, most in (("num_layers", 1, 100), ("block_size", 2, 1024)):  # far more takes minutes to size
+            if not least <= getattr(self, name) <= most:
+                raise BadInput(f"{name} is {getattr(self, name)}, expected {least}..{most}")
         if isinstance(self.mask_token_id, str) and self.mask_token_id != "auto":
             raise BadInput(f'mask_token_id is {self.mask_token_id!r}, expected a token id or "auto"')
         refuse_weights(self.target, self.weights)

@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_pipe import BadInput
 from stages.dflash_config import SLIDING
 from stages.dflash_model import DFlashModel, DrafterConfig, parameter_layout
+from stages.json_kinds import json_kind
 from stages.model_source import text_config
+from stages.tensor_files import save_tensors
 
 __all__ = [
     "export",
@@ -54,7 +56,7 @@ def export(config: DrafterConfig, record: dict[str, Any], flat: Tensor, folder: 
     if rounded.numel() != sum(slot.size for slot in layout.values()):
         raise BadInput(f"{rounded.numel()} parameters were given for a drafter that has another number of them")
     tensors = {name: slot.of(rounded).clone() for name, slot in layout.items()}
-    save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, unfinished / WEIGHTS, {"format": "pt"})
     _write_json(unfinished / CONFIG, config_json(config))
     _write_json(unfinished / RECORD, record)
     _check(config, tensors, unfinished)
@@ -172,7 +174,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise BadInput(f"not JSON ({error})", str(file)) from None
     if not isinstance(value, dict):
-        raise BadInput(f"a {type(value).__name__}, expected an object", str(file))
+        raise BadInput(f"{json_kind(value)}, expected an object", str(file))
     return value
 
 

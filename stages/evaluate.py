@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.arrow_rows import recipe_of
+from stages.dflash_config import DrafterConfig
 from stages.dflash_loss import block_inputs
 from stages.dflash_masks import resolve_attention
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten, initial_parameters
@@ -35,6 +36,7 @@ from stages.target_model import resolve_dtype, resolve_layers
 __all__ = ["AcceptanceReport", "AcceptanceWalk"]
 
 _HEAD_ROWS = 1024  # drafted tokens that meet the head at once
+_MOST_ANCHORS = 1 << 20  # a row has no more tokens
 _MUST_MATCH = ("vocabulary", "template", "thinking")
 log = logging.getLogger("dflash_pipe")
 
@@ -94,8 +96,8 @@ class AcceptanceWalk(Stage):
     weights: Weights = "pretrained"
 
     def check(self, replicas: int) -> None:
-        if self.anchors < 1:
-            raise BadInput(f"anchors is {self.anchors}, expected at least 1")
+        if not 1 <= self.anchors <= _MOST_ANCHORS:
+            raise BadInput(f"anchors is {self.anchors}, expected 1..{_MOST_ANCHORS}")
         if self.path is None:
             self._keys().check()
 
@@ -107,6 +109,7 @@ class AcceptanceWalk(Stage):
         """Weights and the frozen matrices in the dtype that a target of dtype auto computes in; what one pass needs.
         Drafting keeps no more of a layer than training does; a part of the rows is drafted with a copy of theirs."""
         config = self._keys().sizes() if self.path is None else read_config(self.path)
+        self._refuse_misfit(config)
         device, dtype = torch.device(ctx.device), resolve_dtype("auto", ctx.device)
         shapes, parameters = told["features"] or [], parameter_count(config)
         attention = resolve_attention("auto", device, config.head_dim)
@@ -134,17 +137,20 @@ class AcceptanceWalk(Stage):
             self._warn_of_differences(read_record(self.path))
         else:
             self._open_fresh(ctx.seed)
-        refuse_other_target(self.config, self.target, self.revision)
-        here = resolve_layers(self.layers, self.config.num_target_layers)
-        if here != list(self.config.target_layer_ids):
-            trained = list(self.config.target_layer_ids)
+        self._refuse_misfit(self.config)
+        self.block = self.block_size or self.config.block_size
+        self.dtype: torch.dtype | None = None
+
+    def _refuse_misfit(self, config: DrafterConfig) -> None:
+        """Raise BadInput where a drafter of these numbers is for another target, other layers or smaller blocks."""
+        refuse_other_target(config, self.target, self.revision)
+        here, trained = resolve_layers(self.layers, config.num_target_layers), list(config.target_layer_ids)
+        if here != trained:
             raise BadInput(
                 f"the drafter was trained with target layers {trained}, not {here}: set target.layers={trained}"
             )
-        self.block = self.block_size or self.config.block_size
-        if not 2 <= self.block <= self.config.block_size:
-            raise BadInput(f"block_size is {self.block}, expected 2..{self.config.block_size}, which was trained")
-        self.dtype: torch.dtype | None = None
+        if self.block_size is not None and not 2 <= self.block_size <= config.block_size:
+            raise BadInput(f"block_size is {self.block_size}, expected 2..{config.block_size}, which was trained")
 
     def _open_fresh(self, seed: int) -> None:
         keys = self._keys()

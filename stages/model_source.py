@@ -48,12 +48,13 @@ class ModelSource:
         if self.local:
             path = Path(self.place, name)
             return path if path.is_file() else None
+        _refuse_unreachable_hub(self, name)
         try:
             return Path(huggingface_hub.hf_hub_download(self.place, name, revision=self.revision))
         except huggingface_hub.errors.EntryNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise _unreachable(self, error) from error
+            raise _not_fetched(self, error) from error
 
     def complaint(self, what: str) -> BadInput:
         return BadInput(f"target {self.name!r}: {what}")
@@ -120,12 +121,13 @@ def text_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def _check_model_type(source: ModelSource) -> None:
+    _refuse_unreachable_hub(source, "config.json")
     try:
         raw, _ = PretrainedConfig.get_config_dict(source.place, revision=source.revision)
     except (OSError, ValueError) as error:
         if source.local:
             raise source.complaint(f"config.json cannot be read: {first_line(error)}") from error
-        raise _unreachable(source, error) from error
+        raise _not_fetched(source, error) from error
     kind = raw.get("model_type")
     if kind is None:
         raise source.complaint("its config.json has no model_type")
@@ -135,12 +137,31 @@ def _check_model_type(source: ModelSource) -> None:
         raise source.complaint(f"transformers {transformers.__version__} knows no model type {kind!r}{hint}")
 
 
-def _unreachable(source: ModelSource, error: Exception) -> Missing:
+def _refuse_unreachable_hub(source: ModelSource, name: str) -> None:
+    """Raise Missing at once where a file is to come from a hub that nobody reaches: asked for the file itself,
+    huggingface_hub would try again for half a minute, and say so each time."""
+    if source.local or huggingface_hub.constants.HF_HUB_OFFLINE:
+        return
+    if isinstance(huggingface_hub.try_to_load_from_cache(source.place, name, revision=source.revision), str):
+        return
+    try:
+        url = huggingface_hub.hf_hub_url(source.place, name, revision=source.revision)
+        huggingface_hub.get_hf_file_metadata(url)
+    except (huggingface_hub.errors.HfHubHTTPError, ValueError):
+        return  # it answered, or would not be asked; the same is told where the file is read
+    except Exception as error:
+        raise _missing(source, f"the hub cannot be reached: {first_line(error)}") from error
+
+
+def _not_fetched(source: ModelSource, error: Exception) -> Missing:
     offline = "the hub was not asked (offline mode)" if huggingface_hub.constants.HF_HUB_OFFLINE else "asked the hub"
-    revision = source.revision or "main"
+    return _missing(source, f"{offline}: {first_line(error)}")
+
+
+def _missing(source: ModelSource, hub: str) -> Missing:
     return Missing(
         f"target {source.name!r}: tried the directory {os.path.abspath(source.place)} (none), the hub's local cache "
-        f"(nothing for revision {revision!r}), and {offline}: {first_line(error)}"
+        f"(nothing for revision {source.revision or 'main'!r}), and {hub}"
     )
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from dflash_pipe import BadInput, Context, Footprint, Source, Stage
-from dflash_pipe.errors import Missing, nearest_file
+from dflash_pipe.errors import nearest_file
 from stages.arrow_rows import recipe_of
 from stages.arrow_shards import assemble, copy_rows, write_shard
 from stages.chat_tokens import ChatTokens, fingerprint
@@ -54,13 +54,17 @@ class JsonlConversations(Source[Conversations]):
             raise BadInput(f"batch is {self.batch}, expected at least 1")
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
-        """Some text. told: rows in a message, at most."""
+        """Some text. told: rows in a message, at most. Raises `BadInput` where there is no file."""
+        self._refuse_missing()
         return Footprint(told=self.batch)
 
     def open(self, ctx: Context) -> None:
+        self._refuse_missing()
+
+    def _refuse_missing(self) -> None:
         path = Path(self.path)
         if not path.is_file():
-            raise Missing(f"no conversations at {path}{nearest_file(path)}")
+            raise BadInput(f"path: no conversations at {path}{nearest_file(path)}")
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Conversations | None]]:
         """Yield the rows after `cursor`. Raises `BadInput` for a malformed line, if there is no row at all, and for a
@@ -128,9 +132,17 @@ class Tokenise(Stage):
     thinking: bool | None = None
     max_length: int = 3072
 
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Some text. Raises `BadInput` where the model has no tokenizer, or none with a template."""
+        self._chat()
+        return Footprint()
+
+    def _chat(self) -> ChatTokens:
+        return ChatTokens(load_tokenizer(self.model, self.revision), self.thinking)
+
     def open(self, ctx: Context) -> None:
         self.ctx = ctx
-        self.chat = ChatTokens(load_tokenizer(self.model, self.revision), self.thinking)
+        self.chat = self._chat()
         self.counts: Counter[str] = Counter()
 
     def process(self, conversations: Conversations) -> TokenRows:

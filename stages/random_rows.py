@@ -11,6 +11,7 @@ import torch
 from dflash_pipe import BadInput, Context, Footprint, Source
 from stages.footprints import token_bytes
 from stages.messages import TokenBatch
+from stages.model_source import text_config
 
 __all__ = ["RandomTokens"]
 
@@ -24,15 +25,18 @@ class RandomTokens(Source[TokenBatch]):
 
     vocabulary: ids are below it; the target's. rows, length: of every micro-batch. steps: optimizer steps. window:
     micro-batches in a step, the graph's own key. supervised: share of each row that is supervised, at its end.
+    target, revision: the model that will read the tokens, which must have all of `vocabulary` (null: not looked at).
     """
 
-    untimed = ("steps",)
+    untimed = ("steps", "target", "revision")
     vocabulary: int
     rows: int
     length: int
     steps: int
     window: int = 1
     supervised: float = 1.0
+    target: str | None = None
+    revision: str | None = None
 
     def check(self, replicas: int) -> None:
         for name, least in (("vocabulary", 1), ("rows", 1), ("length", 2), ("steps", 1), ("window", 1)):
@@ -47,6 +51,12 @@ class RandomTokens(Source[TokenBatch]):
         return round(self.supervised * self.length)
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        """Raises `BadInput` for a vocabulary that is larger than the target's."""
+        has = self.vocabulary if self.target is None else text_config(self.target, self.revision).vocab_size
+        if self.vocabulary > has:
+            raise BadInput(
+                f"vocabulary is {self.vocabulary}, expected at most {has}: target {self.target!r} has no more"
+            )
         shape = (self.rows, self.length)
         return Footprint(sent=token_bytes(shape), told=[shape])
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from dflash_pipe.errors import BadInput
 from stages.model_cache import cached_directory
+from stages.tensor_files import save_tensors
 
 __all__ = ["NAME", "convert", "find_gguf", "smollm2_directory"]
 
@@ -81,7 +81,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
     reader = GGUFReader(gguf_file)
     values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     tensors = dict(_tensor(t, values) for t in reader.tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
     _write_json(folder / "config.json", _config(values, tied="lm_head.weight" not in tensors))
     _write_json(folder / "generation_config.json", {**_special_ids(values), "do_sample": False})
     _write_tokenizer(values, folder)

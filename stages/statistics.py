@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.messages import FeatureBatch
 from stages.model_source import text_config
 from stages.target_model import resolve_layers
+from stages.tensor_files import save_tensors
 
 __all__ = ["FILE", "FeatureStatistics"]
 
@@ -91,5 +91,5 @@ class FeatureStatistics(Stage):
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f"{FILE}.unfinished"
-        save_file({"std": std}, unfinished, metadata=metadata)
+        save_tensors({"std": std}, unfinished, metadata)
         unfinished.rename(self._folder / FILE)

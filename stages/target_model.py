@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import logging
 import sys
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -133,7 +134,9 @@ def weight_count(model: str, revision: str | None, layers: int | list[int] | Non
         config = shortened(config, depth)
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         _choose_kernels(torch.device(device))
-    with quiet(), torch.device("meta"):
+    with warnings.catch_warnings(), quiet(), torch.device("meta"):
+        # Sizes for a GPU may be asked for where there is none; the kernel package that is imported then says so.
+        warnings.filterwarnings("ignore", "Triton is not supported on current platform", UserWarning)
         made = _from_config(source, config, torch.float32)
         made = made if depth is None else _first_layers(source, made, depth)
     return sum(weight.numel() for weight in made.parameters())

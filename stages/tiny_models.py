@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config
 
 from stages.model_cache import cached_directory
+from stages.tensor_files import save_tensors
 
 __all__ = ["TINY_MODELS", "tiny_directory"]
 
@@ -80,7 +80,7 @@ def _build(kind: str, folder: Path) -> None:
     config = _config(kind)
     config.save_pretrained(folder)
     weights = {name: _weight(name, shape, config) for name, shape in _shapes(config).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(weights, folder / "model.safetensors", {"format": "pt"})
     generation: Any = GenerationConfig
     generation(bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=False).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)

@@ -7,6 +7,7 @@ import collections
 import os
 import subprocess
 import sys
+import warnings
 from importlib import metadata
 
 import pytest
@@ -118,6 +119,20 @@ def use_it_as_it_is():
 def use_it_otherwise():
     use_unknown_tensor_cache()
     use_cached_autotuner()
+
+
+def work_out_the_sizes_of_a_target_on_a_gpu():
+    from stages.target_model import weight_count
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert weight_count("sizes:qwen3_6_27b", None, [1], "cuda:0") > 1e9
+    assert "fla.utils" in sys.modules  # transformers imports it with such a model's code
+    assert [str(each.message) for each in said if "Triton" in str(each.message)] == []
+
+
+def test_sizes_for_a_gpu_are_no_word_on_triton_where_there_is_none():
+    assert with_fla(work_out_the_sizes_of_a_target_on_a_gpu, CUDA_VISIBLE_DEVICES="") == ""
 
 
 @pytest.mark.slow

@@ -135,6 +135,27 @@ CASES = {
     ),
     "window is text": Case("my.yaml:2: window: should be a valid integer, got 'many'", over("window: many\n")),
     "window is zero": Case("my.yaml:2: window: should be at least 1, got 0", over("window: 0\n")),
+    "seed beyond what generators take": Case(
+        "command line: seed: should be at most 9223372036854775807, got 18446744073709551616",
+        given=("good.yaml", "seed=18446744073709551616"),
+    ),
+    "more threads than any machine has": Case(
+        "my.yaml:2: threads: should be at most 1024, got 100000", over("threads: 100000\n")
+    ),
+    "capacity without end": Case(
+        "my.yaml:3: channels.features.capacity.items: should be at most 1000000, got 99999999999999999999999",
+        over("channels:\n  features: {capacity: {items: 99999999999999999999999}}\n"),
+    ),
+    "a name that leads elsewhere": Case(
+        "my.yaml:2: name: cannot be the name of a run folder (one part of a path, at most 100 characters), got "
+        "'../../böse'",
+        over("name: ../../böse\n"),
+    ),
+    "a name with a folder": Case(
+        "command line: name: cannot be the name of a run folder (one part of a path, at most 100 characters), got "
+        "'über/name'",
+        given=("good.yaml", "name=über/name"),
+    ),
     "capacity is zero": Case(
         "my.yaml:3: channels.features.capacity: should be at least 1, got 0",
         over("channels:\n  features: {capacity: 0}\n"),
@@ -213,6 +234,15 @@ CASES = {
     "transport": Case(
         "my.yaml:2: transport: stages.toy:Wait is not a Transport", over('transport: "stages.toy:Wait"\n')
     ),
+    "transport without its parameter": Case(
+        "my.yaml:2: transport: transport_bi:Bad cannot be built with threads=None: TypeError: Bad.__init__() takes 1 "
+        "positional argument but 2 were given",
+        over('transport: "transport_bi:Bad"\n'),
+        {
+            "transport_bi.py": "from dflash_pipe import Transport\n\n\nclass Bad(Transport):\n"
+            "    def __init__(self):\n        pass\n"
+        },
+    ),
     # --- with
     "unknown parameter": Case(
         "good.yaml:4: stages.target.with.second: Wait has no parameter 'second' (did you mean 'seconds'?)",
@@ -235,7 +265,7 @@ CASES = {
         over("workers:\n  mian: {replicas: 2, take: round_robin, device: {target: cpu, data: cpu}, order: input}\n"),
     ),
     "missing parameter": Case(
-        "good.yaml:3: stages.data.with: Numbers needs 'count' (in a file, or data.count=... on the command line)",
+        "my.yaml:3: stages.data.with: Numbers needs 'count' (in a file, or data.count=... on the command line)",
         over("stages:\n  data: {with: null}\n"),
     ),
     "text for a number": Case(
@@ -318,7 +348,7 @@ CASES = {
         over('stages:\n  target: {with: {seconds: "${drafter.seconds}"}}\n  drafter: {with: {seconds: "${target}"}}\n'),
     ),
     "reference to what is required": Case(
-        "good.yaml:3: stages.data.with: Numbers needs 'count' (in a file, or data.count=... on the command line)",
+        "my.yaml:3: stages.data.with: Numbers needs 'count' (in a file, or data.count=... on the command line)",
         over('stages:\n  data: {with: null}\n  drafter: {with: {partials: "${data.count}"}}\n'),
     ),
     "a mapping inside text": Case(
@@ -353,11 +383,11 @@ CASES = {
     ),
     # --- the whole graph
     "unreached": Case(
-        "good.yaml:4: stage 'target': source 'data' does not reach it",
+        "my.yaml:3: stage 'target': source 'data' does not reach it",
         over("channels:\n  batches: {to: drafter.features}\n  features: {to: target}\n"),
     ),
     "wrong type": Case(
-        "good.yaml:11: channel 'batches': data sends Number, but target.x receives float",
+        "my.yaml:3: channel 'batches': data sends Number, but target.x receives float",
         over('stages:\n  target: {use: "double_bi:double", with: null}\n'),
         {"double_bi.py": "def double(x: float) -> float:\n    return 2 * x\n"},
     ),
@@ -367,7 +397,7 @@ CASES = {
         given=("graphs/toy/dataflow.yaml",),
     ),
     "no worker for a stage": Case(
-        "good.yaml:9: stage 'optimizer': it is on no worker (workers: main, step)",
+        "my.yaml:3: stage 'optimizer': it is on no worker (workers: main, step)",
         over("workers:\n  step: {stages: [drafter]}\n"),
     ),
     "no such stage": Case(
@@ -375,7 +405,7 @@ CASES = {
         over("workers:\n  step: {stages: [drafter, optimiser]}\n"),
     ),
     "no token": Case(
-        "good.yaml:14: a cycle without a token: drafter → optimizer → drafter; give 'grads' or 'params' an `initial:`",
+        "my.yaml:2: a cycle without a token: drafter → optimizer → drafter; give 'grads' or 'params' an `initial:`",
         over("channels: {params: {initial: 0}}\n"),
     ),
 }

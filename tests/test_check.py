@@ -180,7 +180,7 @@ def test_a_stateful_terminal_stage_may_fire_per_message(graph):
 @pytest.mark.parametrize(
     ("overlay", "expected"),
     [
-        ("channels: {features: null}", "0.yaml:5: stage 'drafter': no channel feeds its port 'features'"),
+        ("channels: {features: null}", "1.yaml:1: stage 'drafter': no channel feeds its port 'features'"),
         (
             "channels: {again: {from: target, to: drafter.features}}",
             "1.yaml:1: channel 'again': port drafter.features is fed by channel 'features' already",
@@ -191,42 +191,42 @@ def test_a_stateful_terminal_stage_may_fire_per_message(graph):
         ),
         (
             "channels: {grads: {per: message}}",
-            "0.yaml:10: channel 'grads': drafter sends nothing per message (its process returns None)",
+            "1.yaml:1: channel 'grads': drafter sends nothing per message (its process returns None)",
         ),
         (
             "channels: {features: {per: window}}",
-            "0.yaml:9: channel 'features': it is per window, but target works per message and has no end_window that "
+            "1.yaml:1: channel 'features': it is per window, but target works per message and has no end_window that "
             "returns one",
         ),
         (
             "channels: {params: {per: message}}",
-            "0.yaml:11: channel 'params': it is per message, but optimizer reads only per-window channels: it sends "
+            "1.yaml:1: channel 'params': it is per message, but optimizer reads only per-window channels: it sends "
             "once a window",
         ),
         (
             "channels: {features: {broadcast: true}}",
-            "0.yaml:9: channel 'features': broadcast is for per: window channels (every replica would compute every "
+            "1.yaml:1: channel 'features': broadcast is for per: window channels (every replica would compute every "
             "message)",
         ),
         (
             "channels: {params: {initial: 0}}",
-            "0.yaml:11: a cycle without a token: drafter → optimizer → drafter; give 'grads' or 'params' an `initial:`",
+            "1.yaml:1: a cycle without a token: drafter → optimizer → drafter; give 'grads' or 'params' an `initial:`",
         ),
         (
             "channels: {batches: {initial: 1}}",
-            "0.yaml:8: channel 'batches': initial is for feedback, but this channel closes no cycle",
+            "1.yaml:1: channel 'batches': initial is for feedback, but this channel closes no cycle",
         ),
         (
             "channels: {grads: {initial: 1}}",
-            "0.yaml:10: channel 'grads': initial: 1, but drafter has no initial() to make the first token",
+            "1.yaml:1: channel 'grads': initial: 1, but drafter has no initial() to make the first token",
         ),
         (
             "channels: {params: {initial: 3}}",
-            "0.yaml:11: channel 'params': initial: 3 tokens do not fit into a capacity of 2",
+            "1.yaml:1: channel 'params': initial: 3 tokens do not fit into a capacity of 2",
         ),
         (
             "workers: {optim: null}",
-            "0.yaml:6: stage 'optimizer': it is on no worker (workers: loader, target, drafter)",
+            "1.yaml:1: stage 'optimizer': it is on no worker (workers: loader, target, drafter)",
         ),
         (
             "workers: {optim: {stages: [optimizer, drafter]}}",
@@ -238,65 +238,65 @@ def test_a_stateful_terminal_stage_may_fire_per_message(graph):
         ),
         (
             "workers: {target: {kind: async}}",
-            "0.yaml:14: worker 'target': kind: async, but target is not `async def`: it would hold up the event loop",
+            "1.yaml:1: worker 'target': kind: async, but target is not `async def`: it would hold up the event loop",
         ),
         (
             "workers: {target: {replicas: 2, device: [cpu]}}",
-            "0.yaml:14: worker 'target': 1 devices for 2 replicas of target",
+            "1.yaml:1: worker 'target': 1 devices for 2 replicas of target",
         ),
-        ("workers: {target: {turn: gpu}}", "0.yaml:14: worker 'target': turn 'gpu' is shared with nobody"),
+        ("workers: {target: {turn: gpu}}", "1.yaml:1: worker 'target': turn 'gpu' is shared with nobody"),
         (
             "workers: {target: {turn: gpu}, drafter: {turn: gpv}}",
-            "0.yaml:14: worker 'target': turn 'gpu' is shared with nobody (did you mean 'gpv'?)",
+            "1.yaml:1: worker 'target': turn 'gpu' is shared with nobody (did you mean 'gpv'?)",
         ),
         (
             "workers: {target: {order: completion}}",
-            "0.yaml:14: worker 'target': order: completion needs replicas: one alone completes in input order",
+            "1.yaml:1: worker 'target': order: completion needs replicas: one alone completes in input order",
         ),
         (
             "workers: {loader: {replicas: 2}}",
-            "0.yaml:13: worker 'loader': source data cannot be replicated: there is one stream",
+            "1.yaml:1: worker 'loader': source data cannot be replicated: there is one stream",
         ),
         (
             "workers: {optim: {replicas: 2}}",
-            "0.yaml:16: worker 'optim': optimizer has state(), so it cannot be replicated",
+            "1.yaml:1: worker 'optim': optimizer has state(), so it cannot be replicated",
         ),
         (
             "workers: {drafter: {replicas: 2}}",
-            "0.yaml:15: worker 'drafter': drafter works in windows: its replicas need take: round_robin",
+            "1.yaml:1: worker 'drafter': drafter works in windows: its replicas need take: round_robin",
         ),
         (
             "window: 6\nworkers: {drafter: {replicas: 4, take: round_robin}}",
-            "0.yaml:15: worker 'drafter': window: 6 cannot be dealt evenly to 4 replicas of drafter",
+            "1.yaml:2: worker 'drafter': window: 6 cannot be dealt evenly to 4 replicas of drafter",
         ),
         (
             "workers: {drafter: {replicas: 2, take: round_robin, order: completion}}",
-            "0.yaml:15: worker 'drafter': order: completion, but what drafter sends once a window is gathered in "
+            "1.yaml:1: worker 'drafter': order: completion, but what drafter sends once a window is gathered in "
             "replica order",
         ),
         (
             "workers: {drafter: {replicas: 2, take: round_robin}}\nchannels: {params: {broadcast: false}}",
-            "0.yaml:11: channel 'params': drafter has 2 replicas that all need it: broadcast: true",
+            "1.yaml:2: channel 'params': drafter has 2 replicas that all need it: broadcast: true",
         ),
         (
             "workers: {target: {replicas: 2, order: completion}, drafter: {replicas: 2, take: round_robin}}",
-            "0.yaml:9: channel 'features': target sends in order: completion, which several replicas cannot receive",
+            "1.yaml:1: channel 'features': target sends in order: completion, which several replicas cannot receive",
         ),
         (
             "channels: {params: {group: 2}}",
-            "0.yaml:11: channel 'params': group counts messages, but the channel is per window",
+            "1.yaml:1: channel 'params': group counts messages, but the channel is per window",
         ),
         (
             "channels: {features: {group: 3}}",
-            "0.yaml:9: channel 'features': a group of 3 never gathers in a capacity of 2",
+            "1.yaml:1: channel 'features': a group of 3 never gathers in a capacity of 2",
         ),
         (
             "channels: {features: {group: 2}}\ncredits: {messages: 1}",
-            "0.yaml:9: channel 'features': credits: 1 messages never make a group of 2",
+            "1.yaml:2: channel 'features': credits: 1 messages never make a group of 2",
         ),
         (
             "channels: {features: {group: 3, capacity: 3}}\ncredits: {windows: 1}",
-            "0.yaml:9: channel 'features': credits: 1 windows of 4 never complete the last group of 3",
+            "1.yaml:2: channel 'features': credits: 1 windows of 4 never complete the last group of 3",
         ),
     ],
 )
@@ -312,7 +312,7 @@ def test_overlays_that_are_refused(graph, overlay, expected):
     [
         (
             "stages: {echo: {use: 'HERE:Echo'}}\nchannels: {a: {from: echo, to: echo, initial: 1}}\nworkers: {}",
-            "0.yaml: no stage is a source: nothing would ever flow",
+            "0.yaml:1: no stage is a source: nothing would ever flow",
         ),
         (
             chain("Nowhere", "Echo", channels="a: {from: nowhere, to: echo}"),
@@ -349,7 +349,7 @@ def test_overlays_that_are_refused(graph, overlay, expected):
         ),
         (
             chain("Echo", channels="a: {from: data, to: echo}") + "snapshot: 3\n",
-            "0.yaml: snapshot: no stage has state() to save",
+            "0.yaml:9: snapshot: no stage has state() to save",
         ),
         (
             chain(
@@ -375,7 +375,7 @@ def test_overlays_that_are_refused(graph, overlay, expected):
                 channels="a: {from: data, to: tally}\nb: {from: tally, to: again, per: window}",
                 workers="main: {stages: [data, again]}\n  two: {stages: [tally], replicas: 2, take: round_robin}",
             ),
-            "0.yaml:8: channel 'b': tally has 2 replicas, but again.x does not gather (tuple[X, ...])",
+            "0.yaml:11: channel 'b': tally has 2 replicas, but again.x does not gather (tuple[X, ...])",
         ),
         (
             chain(
@@ -393,7 +393,7 @@ def test_overlays_that_are_refused(graph, overlay, expected):
                 channels="a: {from: data, to: [tally, late.x]}\nb: {from: tally, to: late.tally, per: window}",
             )
             + "credits: {messages: 3}\n",
-            "0.yaml:8: channel 'b': credits: 3 messages never make a window of 4",
+            "0.yaml:11: channel 'b': credits: 3 messages never make a window of 4",
         ),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,16 @@ def test_an_export_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "papers"]
 
 
+def test_whoever_may_read_other_new_files_may_read_an_export(tmp_path: Path) -> None:
+    """A server may run as another user than the training."""
+    before = os.umask(0o027)
+    try:
+        folder = exported(tmp_path / "drafter")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o640}
+
+
 def test_a_failed_check_leaves_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a server would not notice: tensors that are there, but with other values."""
     import stages.drafter_files as files
@@ -134,7 +146,7 @@ def test_a_failed_check_leaves_no_export(tmp_path: Path, monkeypatch: pytest.Mon
     def save_wrongly(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
         save_file({**tensors, "fc.weight": tensors["fc.weight"] + 1}, file, metadata)
 
-    monkeypatch.setattr(files, "save_file", save_wrongly)
+    monkeypatch.setattr(files, "save_tensors", save_wrongly)
     with pytest.raises(BadInput, match="drafts differently"):
         exported(tmp_path / "drafter")
     assert not (tmp_path / "drafter").exists()

@@ -1,11 +1,10 @@
-"""The command line: exit codes, one line for what is wrong, signals, and resuming."""
+"""The command line: exit codes, one line for what is wrong, and resuming."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 from dflash_pipe import cli
 from dflash_pipe.run_folder import RunFolder
 from dflash_pipe.snapshot import newest, read
-from tests.pipeline import HOOKS, TOY, executed, toy, until
+from tests.pipeline import HOOKS, TOY, executed, toy
 
 ROOT = Path(__file__).parent.parent
 QUICK = ("target.seconds=0", "drafter.seconds=0", "optimizer.seconds=0")
@@ -203,57 +202,38 @@ def test_a_resume_that_cannot_be_honoured_is_refused(
     assert line[how] in said and said.count("\n") == 1
 
 
-# --- signals, with real processes
+def test_a_damaged_snapshot_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called("run", "--plain", "--runs", tmp_path, TOY / "overlapped.yaml", *QUICK, "snapshot=3", "name=one") == 0
+    folder, damaged = tmp_path / "one", newest(tmp_path / "one")
+    (damaged / "snapshot.json").write_text("{")
+    capsys.readouterr()
+    assert called("run", "--plain", "--resume", folder) == 2
+    said = capsys.readouterr().err
+    assert f"window-00000006 is whole: remove the damaged one (rm -r {damaged}) and resume again" in said
+    shutil.rmtree(damaged)
+    assert called("run", "--plain", "--resume", folder) == 0
+    assert read(newest(folder)).window == 8
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_window_writes_the_snapshot_and_says_how_to_go_on(
-    number: signal.Signals, code: int, tmp_path: Path
+@pytest.mark.parametrize(("words", "where"), [("name=other", "command line"), ("named.yaml", "named.yaml:2")])
+def test_a_resume_under_another_name_is_refused(
+    words: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    endless = (TOY / "parallel_target.yaml", *QUICK, "data.count=100000000", "name=endless")
-    with started("run", "--plain", "--runs", tmp_path, *endless) as process:
-        until(lambda: steps(tmp_path / "endless") >= 2)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (code, "")
-    assert f"stopped by {number.name} at the end of a window" in out
-    assert f"resume: dflash-pipe run --resume {tmp_path / 'endless'}" in out
-    assert read(newest(tmp_path / "endless")).window == steps(tmp_path / "endless")
-
-
-def test_a_second_signal_cancels_and_the_snapshot_is_whole(tmp_path: Path) -> None:
-    """Both come while a snapshot is written, and the run is cancelled before it is done (see SlowTotal)."""
-    graph = tmp_path / "slow.yaml"
-    graph.write_text(
-        "window: 2\nsnapshot: 1\nstages: {data: {use: 'tests.pipeline:Telling', with: {count: null}},"
-        " total: {use: 'tests.pipeline:SlowTotal'}}\n"
-        "channels: {one: {from: data, to: total}}\nworkers: {a: {stages: [data]}, b: {stages: [total]}}\n"
+    monkeypatch.chdir(tmp_path)
+    Path("named.yaml").write_text("# of another run\nname: other\n")
+    Path("topology.yaml").write_text(f"extends: {TOY / 'sequential.yaml'}\nname: fast\n")
+    graph = [TOY / "overlapped.yaml", *QUICK]
+    assert called("run", "--plain", *graph, "name=one") == 0
+    capsys.readouterr()
+    assert called("run", "--plain", *graph, words, "--resume", "runs/one") == 2
+    assert capsys.readouterr().err == (
+        f"{where}: name is 'other', but --resume goes on in runs/one: leave the name out (or name=one), or copy the "
+        "folder to runs/other and resume the copy\n"
     )
-    with started("run", "--plain", "--runs", tmp_path, graph, SLOW_STATE=str(tmp_path / "go")) as process:
-        until(lambda: (tmp_path / "go.reached").exists())
-        process.send_signal(signal.SIGINT)  # two of one kind could arrive as one
-        process.send_signal(signal.SIGTERM)
-        until((tmp_path / "go.cancelled").exists)
-        (tmp_path / "go").touch()
-        out, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (130, "")
-    assert "cancelled; what was in flight is lost" in out and "resume: dflash-pipe run --resume" in out
-    snapshots = list((tmp_path / "slow" / "snapshots").iterdir())
-    assert [p.name for p in snapshots] == ["window-00000001"] and read(snapshots[0]).index == 2
-
-
-def test_killed_and_resumed_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGKILL right after a step, by the process itself (see Mortal), and on in another topology."""
-    mortal = 'stages.optimizer.use="tests.pipeline:Mortal"'
-    run = toy(tmp_path / "unbroken", "sequential", mortal)
-    executed(run)
-    for step in (2, 5):
-        name = f"killed-{step}"
-        graph = (TOY / "data_parallel.yaml", *QUICK, mortal, "snapshot=1", f"name={name}")
-        with started("run", "--plain", "--runs", tmp_path, *graph, DIE_AT=str(step)) as process:
-            assert process.wait(20) == -signal.SIGKILL
-        assert called("run", "--plain", "--resume", tmp_path / name, TOY / "parallel_target.yaml", *QUICK, mortal) == 0
-        assert run.metrics["digest"] in (tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]
+    assert not Path("runs/other").exists()
+    shutil.copytree("runs/one", "runs/other")
+    for way in ([*graph, words], [*graph, "name=other"], ["topology.yaml", *QUICK], []):
+        assert called("run", "--plain", *way, "--resume", "runs/other") == 0
 
 
 # --- the folder of a run

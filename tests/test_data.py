@@ -315,6 +315,31 @@ def test_bad_parameters(tmp_path: Path) -> None:
     assert "expected one of the two" in refused(path, buckets=[8], pad_to_multiple=8)
 
 
+@pytest.mark.usefixtures("model_cache")
+@pytest.mark.parametrize(
+    ("made_for", "highest", "refused"),
+    [
+        ("other/model", 512, True),
+        ("other/model", 511, False),  # another name of the same, perhaps
+        ("tiny:qwen3", 512, False),  # its own are not looked through
+        (None, 512, False),  # nor are rows that do not say
+    ],
+)
+def test_rows_of_another_tokenizer_are_refused_before_anything_runs(
+    tmp_path: Path, made_for: str | None, highest: int, refused: bool
+) -> None:
+    recipe = {RECIPE: json.dumps({"tokenizer": made_for} if made_for else {}).encode()}
+    path = write(tmp_path / "rows.arrow", [row(0), row(9, 20), row(4, highest - 3), row(5)], metadata=recipe, batch=2)
+    stage = source(path, target="tiny:qwen3")
+    if not refused:
+        assert stage.footprint(Context(), {}).told
+        return
+    with pytest.raises(BadInput) as caught:
+        stage.footprint(Context(), {})
+    said = f"{path} was made with the tokenizer of 'other/model': its token ids 0..512 do not fit target 'tiny:qwen3'"
+    assert said in str(caught.value) and str(caught.value).endswith("which has 0..511")
+
+
 def test_cursor_of_other_settings_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.arrow", [row(8) for _ in range(32)])
     cursor = next(iter(source(path).read(None)))[0]

@@ -98,7 +98,9 @@ def test_partial_and_multi_axis_rope_are_not_taken_over() -> None:
     ("keys", "complaint"),
     [
         ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_layers": 100_000}, r"num_layers is 100000, expected 1\.\.100"),
         ({"block_size": 1}, "block_size is 1"),
+        ({"block_size": 1 << 30}, r"block_size is 1073741824, expected 2\.\.1024"),
         ({"mask_token_id": "mask"}, 'expected a token id or "auto"'),
         ({"mask_token_id": 512}, "outside the embedding"),
         ({"mask_token_id": 0}, "is the pad token"),

@@ -1,5 +1,6 @@
 """What a person sees of a run: the live picture, plain lines, the closing table; drawing cannot hurt the run."""
 
+import errno
 import io
 import threading
 from collections import deque
@@ -157,6 +158,20 @@ def test_an_error_in_drawing_leaves_the_run_alone_and_surfaces_at_the_end(termin
         finished = True
     assert finished and run.calls == 1
     assert not drawing()
+
+
+def test_a_terminal_that_is_gone_ends_the_drawing_only():
+    screen, drawn = console(terminal=False), threading.Event()
+
+    def look():
+        if not drawn.is_set():
+            drawn.set()
+            raise OSError(errno.EIO, "Input/output error")
+        return VIEW
+
+    with Display(look, screen, every=0.001):
+        assert drawn.wait(30)
+    assert "messages" in screen.file.getvalue()
 
 
 def test_the_runs_own_error_comes_first():

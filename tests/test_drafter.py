@@ -245,6 +245,8 @@ def test_a_micro_batch_of_another_replica_is_refused(start: Parameters) -> None:
         ({"partials": 3}, 2, "expected a multiple of the drafter's 2 replicas"),
         ({"partials": 0}, 1, "partials is 0"),
         ({"num_anchors": 0}, 1, "num_anchors is 0"),
+        ({"num_anchors": 1 << 40}, 1, r"num_anchors is 1099511627776, expected 1\.\.1048576"),
+        ({"num_layers": 100_000}, 1, r"num_layers is 100000, expected 1\.\.100"),
         ({"ce_chunk": 0}, 1, "ce_chunk is 0"),
         ({"gamma": -1.0}, 1, "gamma is -1.0"),
         ({"block_size": 1}, 1, "block_size is 1"),

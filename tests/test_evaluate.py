@@ -282,6 +282,10 @@ def test_what_does_not_fit_is_refused(trained: dict[str, Trained]) -> None:
         walk(Path("nowhere"), made.features)
     with pytest.raises(BadInput, match=r"block_size is 5, expected 2\.\.4"):
         walk(made.folder, made.features, block_size=5)
+    for fields, said in (({"layers": [1, 3, 6]}, "set target.layers="), ({"block_size": 5}, "expected 2..4")):
+        stage = AcceptanceWalk(**{"path": str(made.folder), "target": TARGET, "layers": LAYERS, **fields})
+        with pytest.raises(BadInput, match=said):  # before anything runs, too
+            stage.footprint(Context(), {"features": None})
     narrow = FeatureBatch(made.features.tokens, made.features.hidden[..., :64])
     with pytest.raises(BadInput, match=r"features are 64 wide, but the drafter reads 192 .*\[1, 3, 5\]"):
         walk(made.folder, narrow)

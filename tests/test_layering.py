@@ -14,7 +14,7 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 350, 60, 8
 
 # Every module of the framework and the modules of the framework that it may import: what stands before it.
 BASE = {"errors", "message"}
-READING = {"stage", "transport", "use", "located", "keys", "names"}
+READING = {"stage", "transport", "use", "located", "keys", "places", "names"}
 RUNNING = {"stats", "stage", "transport", "channel", "gate", "route", "snapshot", "graph", "plan"}
 FRAMEWORK = {
     "errors": set(),
@@ -31,21 +31,25 @@ FRAMEWORK = {
     "use": BASE,
     "located": BASE,
     "keys": BASE | {"located"},
-    "names": BASE | {"stage", "use", "located", "keys"},
+    "places": BASE | {"located"},
+    "names": BASE | {"stage", "use", "located", "keys", "places"},
     "graph": BASE | READING,
-    "check": BASE | READING | {"graph"},
-    "plan": BASE | READING | {"graph", "check"},
+    "laws": BASE | {"graph"},
+    "placement": BASE | {"graph", "laws"},
+    "check": BASE | READING | {"graph", "laws", "placement"},
+    "plan": BASE | READING | {"graph", "laws"},
     "in_flight": {"graph", "plan", "stage"},
     "memory": BASE | READING | {"graph", "in_flight", "plan"},
     "profile": BASE,
     "trace": BASE,
+    "signals": set(),
     "stall": BASE | {"stats"},
     "recording": BASE | {"stats", "channel", "transport", "plan", "profile", "trace"},
     "station": BASE | {"gate", "plan", "route", "snapshot", "stage"},
     "worker": BASE | RUNNING | {"profile", "recording", "station"},
     "joins": {"gate", "message", "plan", "route", "station"},
     "wiring": BASE | RUNNING | {"joins", "station", "worker"},
-    "runtime": BASE | RUNNING | {"check", "worker", "wiring", "profile", "trace", "recording", "stall"},
+    "runtime": BASE | RUNNING | {"check", "worker", "wiring", "profile", "trace", "recording", "signals", "stall"},
     "clock": BASE | {"stats", "gate"},
     "exclusive": {"plan"},
     "simulate": BASE | {"stats", "clock", "exclusive", "gate", "joins", "plan", "profile", "route", "station"},

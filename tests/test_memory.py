@@ -11,9 +11,11 @@ import pytest
 
 from dflash_pipe import BadInput, Context, Footprint, Source, Stage, Transport
 from dflash_pipe.check import check
+from dflash_pipe.errors import Missing
 from dflash_pipe.graph import load
 from dflash_pipe.memory import Need, estimate, memory_table, refuse
 from dflash_pipe.plan import plan
+from tests.test_cli import called
 
 GIB = 2**30
 
@@ -335,6 +337,33 @@ def test_the_cpu_is_refused_only_what_is_clearly_too_much() -> None:
         refuse([Need("cpu", parts, 7 * GIB)])
     with pytest.raises(BadInput, match="gpu:0 needs about 12"):
         refuse([Need("gpu:0", parts, 10 * GIB)])
+
+
+class Absent(Target):
+    def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
+        raise Missing("no model here")
+
+
+def test_check_ends_with_whether_it_is_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too much for this machine's own memory is told at the end, for the graph may be another machine's; too much for a
+    GPU that is here is refused."""
+    (tmp_path / "graph.yaml").write_text(GRAPH + SEQUENTIAL)
+    sound = f"{tmp_path / 'graph.yaml'}: 5 stages on 1 workers, "
+    assert called("check", tmp_path / "graph.yaml", "main.device=cpu") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{sound}all sound"
+    (tmp_path / "absent.yaml").write_text(GRAPH.replace("memory:Target", "memory:Absent") + SEQUENTIAL)
+    assert called("check", tmp_path / "absent.yaml") == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("stages.target: no model here") and last.endswith("told without what is not here")
+    monkeypatch.setattr("dflash_pipe.memory.os.sysconf", lambda name: 1024)
+    assert called("check", tmp_path / "graph.yaml", "main.device=cpu") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"{sound}sound, but it cannot run on this machine: cpu needs about")
+    assert called("check", tmp_path / "graph.yaml", "data.rows=100") == 2
+    said = capsys.readouterr()
+    assert "sound" not in said.out and said.err.startswith("gpu:0 needs about")
 
 
 def test_a_graph_that_says_nothing_needs_nothing() -> None:

@@ -80,6 +80,26 @@ def python(script, **environment):
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=100)
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
+    """huggingface_hub would ask again and again, say so on stderr, and need half a minute."""
+    script = """
+from dflash_pipe.errors import Missing
+from stages.model_source import load_tokenizer, locate, text_config
+for load in (text_config, load_tokenizer, lambda model: locate(model).file("generation_config.json")):
+    try:
+        load("nobody/nothing")
+    except Missing as error:
+        print(error)
+"""
+    nobody_listens = "http://127.0.0.1:9"
+    ended = python(
+        script, HF_ENDPOINT=nobody_listens, HF_HUB_OFFLINE="", TRANSFORMERS_OFFLINE="", HF_HOME=str(tmp_path)
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3 and all("and the hub cannot be reached: " in line for line in lines)
+
+
 def test_a_hub_id_that_is_not_cached_says_what_was_tried(tmp_path):
     script = """
 from dflash_pipe import BadInput

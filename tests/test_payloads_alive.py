@@ -31,7 +31,12 @@ class Payload(int):
 
     alive: ClassVar[Counter[str]] = Counter()
     most: ClassVar[Counter[str]] = Counter()
+    hand_off: ClassVar[None] = None  # in simulated time it takes none
     device: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(self)
 
     @staticmethod
     def on(device: str, size: int) -> Payload:

@@ -294,7 +294,10 @@ def test_on_a_machine_without_gpus_what_ran_on_some_is_forecast_on_those_that_th
 def test_what_another_transport_does_is_not_in_a_profile(profile, capsys):
     transport = "transport=tests.test_behind:Noted"
     assert called("predict", OVERLAPPED, transport, "--profile", profile) == 2
-    assert "measured with transport None; it does not tell what tests.test_behind:Noted does" in capsys.readouterr().err
+    assert (
+        "measured with transport none at all; it does not tell what tests.test_behind:Noted does"
+        in capsys.readouterr().err
+    )
     assert called("predict", OVERLAPPED, "--profile", profile, "--what-if", transport) == 2
     assert "it does not tell what tests.test_behind:Noted does" in capsys.readouterr().err
 

@@ -122,7 +122,7 @@ def test_forms_of_conversations() -> None:
         ('{"messages": [{"role": "asistant", "content": "a"}]}', "did you mean 'assistant'?"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages[0].content is a list, expected text"),
         ('{"conversations": [{"from": "human"}]}', "conversations[0] has no 'value'"),
-        ('{"turns": [1]}', "turns[0] is a int"),
+        ('{"turns": [1]}', "turns[0] is a number, expected the text"),
     ],
 )
 def test_malformed_lines_are_placed(tmp_path: Path, line: str, said: str) -> None:

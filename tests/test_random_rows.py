@@ -61,6 +61,13 @@ def test_a_cursor_of_others_is_refused(other: dict[str, Any]) -> None:
         next(source(**other).read(cursor))
 
 
+@pytest.mark.usefixtures("model_cache")
+def test_more_ids_than_the_target_has_are_refused_before_anything_runs() -> None:
+    assert source(vocabulary=512, target="tiny:qwen3").footprint(Context(), {}).told == [(3, 20)]
+    with pytest.raises(BadInput, match="vocabulary is 513, expected at most 512: target 'tiny:qwen3' has no more"):
+        source(vocabulary=513, target="tiny:qwen3").footprint(Context(), {})
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

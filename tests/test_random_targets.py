@@ -61,10 +61,11 @@ def test_check_and_plan_tell_what_each_device_needs(
 ) -> None:
     devices = "transport=tests.test_footprints:TwoDevices"
     assert called(monkeypatch, "check", *GRAPHS, devices) == 0
-    first, second, host = capsys.readouterr().out.splitlines()[-3:]
+    first, second, host, last = capsys.readouterr().out.splitlines()[-4:]
     assert first.startswith("cuda:0 needs about ") and " of 80.0 GiB, the largest part is target: weights (" in first
     assert second.startswith("cuda:1 needs about ")
     assert host.startswith("cpu needs about ") and "state, as it is saved, on the host" in host
+    assert last.endswith(" workers, all sound")
     assert called(monkeypatch, "plan", *GRAPHS, devices) == 0
     assert "memory at most, estimated:\n" in capsys.readouterr().out
     assert called(monkeypatch, "check", *GRAPHS, devices, "data.rows=20") == 2
@@ -89,7 +90,7 @@ def test_check_finds_what_only_the_models_config_tells(
     tiny = ["graphs/overlapped.yaml", "graphs/targets/random_tiny_qwen3.yaml"]
     assert called(monkeypatch, "check", *tiny, *override.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line and line.startswith("graphs/dataflow.yaml:")
+    assert line.startswith(f"command line: {said}")
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_has_a_folder(
@@ -105,8 +106,8 @@ def test_what_is_not_there_yet_leaves_memory_out(
 ) -> None:
     files = ("graphs/sequential.yaml", "graphs/targets/tiny_llama.yaml")
     assert called(monkeypatch, "check", *files, "data.path=/nowhere/train.arrow") == 0
-    assert capsys.readouterr().out.endswith(
-        "memory is not estimated: graphs/dataflow.yaml:20: stages.data: no data set at /nowhere/train.arrow\n"
+    assert capsys.readouterr().out.startswith(
+        "memory is not estimated: command line: stages.data: no data set at /nowhere/train.arrow\n"
     )
 
 
@@ -137,5 +138,5 @@ def test_its_weights_are_refused_wherever_they_are_asked_for() -> None:
         load_full("sizes:qwen3_1_7b", None, "auto", "cpu")
     with pytest.raises(BadInput, match="expected weights: random"):
         load_frozen("sizes:qwen3_1_7b", None, torch.float32, "cpu")
-    with pytest.raises(BadInput, match=r"evaluate.yaml.*expected weights: random"):
+    with pytest.raises(BadInput, match=r"^command line: stages.*expected weights: random"):
         load(["graphs/evaluate.yaml"], ["target.model=sizes:qwen3_1_7b"])

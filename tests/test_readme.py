@@ -154,6 +154,26 @@ def test_the_example_stages_work(tmp_path, monkeypatch):
     assert list(names["Lines"](path="lines.txt").read(lines[0][0])) == lines[1:]
 
 
+def test_what_the_example_transport_takes_is_measured_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    page = ROOT / "docs" / "write_a_transport.md"
+    examples(page)
+    for words in commands(page):
+        assert dflash_pipe(words[1:], monkeypatch) == 0, shlex.join(words)
+        assert "bound by hand-off of features" in capsys.readouterr().out
+
+
+def test_the_example_topology_runs_without_gpus_as_it_is_said_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (topology,) = (text for text in blocks(ROOT / "README.md", "yaml") if "cuda:0" in text)
+    Path("mine.yaml").write_text(
+        topology.replace("cuda:", "auto:").replace("overlapped.yaml", "graphs/overlapped.yaml")
+    )
+    target = "graphs/targets/random_tiny_qwen3.yaml"
+    assert dflash_pipe(["run", "mine.yaml", target, "data.steps=2"], monkeypatch) == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):

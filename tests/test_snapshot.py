@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_pipe.errors import BadInput
+from dflash_pipe.graph import load
 from dflash_pipe.message import Message, Stamp
 from dflash_pipe.run_folder import RunFolder, fresh
 from dflash_pipe.runtime import Run
@@ -223,7 +224,20 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> Non
         RunFolder(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["../outside", "a/b", "..", "two\nlines", "x" * 300])
-def test_a_name_is_that_of_one_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(BadInput, match="cannot be the name of a run folder"):
-        fresh(tmp_path, name, chosen=True)
+@pytest.mark.parametrize("name", ["../outside", "a/b", "..", ".", "", "two\nlines", "x" * 101])
+def test_a_name_is_that_of_one_folder(name: str) -> None:
+    with pytest.raises(BadInput, match="name: cannot be the name of a run folder"):
+        load(["graphs/toy/sequential.yaml"], [f"name={json.dumps(name)}"])
+
+
+def test_a_damaged_snapshot_says_how_to_go_on_from_an_older_one(tmp_path: Path) -> None:
+    folders = [write(tmp_path, Snapshot(4 * window, window, 4, STATE, {"seed": 1})) for window in (1, 2, 3)]
+    for folder in folders[1:]:
+        os.truncate(folder / "state.safetensors", 20)
+    for folder in reversed(folders[1:]):
+        with pytest.raises(BadInput) as refused:
+            read(folder)
+        way = f"; window-00000001 is whole: remove the damaged one (rm -r {folder}) and resume again to go on from "
+        assert str(refused.value).endswith(f"{way}there")
+        shutil.rmtree(folder)
+    assert read(folders[0]).window == 1

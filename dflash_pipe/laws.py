@@ -1,0 +1,54 @@
+"""What the laws of a graph are written with: how often a stage fires, what it is joined to, and how a law complains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from dflash_pipe.errors import BadInput
+from dflash_pipe.graph import ChannelSpec, Graph, StageSpec, WorkerSpec
+
+__all__ = ["KeyPath", "bad", "each", "inputs_of", "owner", "rate", "reach"]
+
+KeyPath = tuple[str, ...]
+_Spec = ChannelSpec | StageSpec | WorkerSpec
+
+
+def rate(graph: Graph, stage: str) -> Literal["message", "window"]:
+    """How often a stage fires: once a message if it is a source or reads a per-message channel, else once a window."""
+    inputs = [channel.per for channel, port in inputs_of(graph, stage)]
+    return "message" if graph.stages[stage].signature.source or "message" in inputs else "window"
+
+
+def inputs_of(graph: Graph, stage: str) -> list[tuple[ChannelSpec, str]]:
+    """The channels a stage reads, each with its port."""
+    return [(c, to.port) for c in graph.channels.values() for to in c.receivers if to.stage == stage]
+
+
+def owner(graph: Graph, stage: str) -> WorkerSpec:
+    """The worker that a stage is on."""
+    return next(worker for worker in graph.workers.values() if stage in worker.stages)
+
+
+def bad(graph: Graph, what: _Spec, message: str, *keys: str | KeyPath) -> BadInput:
+    """The complaint about a channel, stage or worker. keys: those that do not go together, its own or by their full
+    path; the likeliest to be wrong first: the place is that of the one which was laid last."""
+    kind = {ChannelSpec: "channel", StageSpec: "stage", WorkerSpec: "worker"}[type(what)]
+    paths = [(f"{kind}s", what.name, key) if isinstance(key, str) else key for key in keys]
+    return BadInput(f"{kind} {what.name!r}: {message}", graph.places.of(*paths, otherwise=what.where))
+
+
+def each(section: str, names: Iterable[str], key: str) -> list[KeyPath]:
+    """The paths of one key in several entries."""
+    return [(section, name, key) for name in names]
+
+
+def reach(graph: Graph, start: str) -> set[str]:
+    """A stage and all that its messages lead to."""
+    reached, new = {start}, [start]
+    while new:
+        here = new.pop()
+        after = {to.stage for c in graph.channels.values() if c.sender == here for to in c.receivers} - reached
+        reached |= after
+        new += after
+    return reached

@@ -1,0 +1,60 @@
+"""Which place a complaint names: where the value that is wrong was written, in the file that was laid last.
+
+Where several keys do not go together, the one that was laid last made it so: an overlay's rather than the base's, the
+command line's rather than any file's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_pipe.located import Located, at, under
+
+__all__ = ["COMMAND_LINE", "Places"]
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of a merged tree. files: in the order of overlaying, as the places name them."""
+
+    tree: Located
+    files: tuple[str, ...]
+
+    def later(self, *places: str) -> str:
+        """Of places the one that was laid last; of those in one file the first that is given."""
+        return max(places, key=self._layer, default="")
+
+    def of(self, *paths: Sequence[str], otherwise: str = "") -> str:
+        """The place of the key that was laid last; of those in one file the first that is given: the likeliest. A
+        section stands for its last null. otherwise: if none of the keys is written."""
+        found = (at(self.tree, path) for path in paths)
+        written = [where for (where, shown), path in zip(found, paths, strict=True) if shown == ".".join(path)]
+        return self.later(*written) or otherwise
+
+    def of_stage(self, stage: str, said: str) -> str:
+        """Of a stage's own complaint: the place of a key that it names, or else of the key that was laid last."""
+        written, words = under(self.tree, "stages", stage, "with"), re.findall(r"\w+", said)
+        named: list[tuple[str, ...]] = [
+            ("stages", stage, "with", key) for word in words for key in (word, f"{word}s") if key in written
+        ]
+        if {"replica", "replicas"} & {*words}:
+            named += [("workers", name, "replicas") for name in self._owners(stage)]
+        every = [("stages", stage, "with", key) for key in written]
+        use = self.of(("stages", stage, "use"))
+        return self.of(*named) or self.of(*every, otherwise=use)
+
+    def _owners(self, stage: str) -> list[str]:
+        workers = under(self.tree, "workers")
+        lists = {name: under(worker).get("stages", worker).value for name, worker in workers.items()}
+        return [name for name, owned in lists.items() if isinstance(owned, list) and stage in [s.value for s in owned]]
+
+    def _layer(self, where: str) -> int:
+        """The number of the layer in which a place is; -1 for what nobody has written."""
+        file = where.rpartition(":")[0]
+        if where == COMMAND_LINE:
+            return len(self.files)
+        return self.files.index(file) if file in self.files else -1
