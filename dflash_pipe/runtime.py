@@ -301,7 +301,7 @@ class Run:
         if self._stopped is None:
             self._stopped = number
             self.stop()
-        elif number != signal.SIGHUP:  # the system and the shell may both send one for the same hang-up
+        elif number.name != "SIGHUP":  # the system and the shell may both send one for the same hang-up
             self.cancel()
 
     def _join(self, threads: list[threading.Thread]) -> tuple[str, ...]:

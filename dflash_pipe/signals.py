@@ -10,6 +10,8 @@ from types import FrameType
 
 __all__ = ["listening"]
 
+_HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not every system has it
+
 
 @contextmanager
 def listening(asked: Callable[[signal.Signals], None]) -> Iterator[None]:
@@ -20,7 +22,7 @@ def listening(asked: Callable[[signal.Signals], None]) -> Iterator[None]:
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def handler(number: int, frame: FrameType | None) -> None:
-        for descriptor in terminals if number == signal.SIGHUP else []:
+        for descriptor in terminals if number == _HANG_UP else []:
             if not os.isatty(descriptor):  # any more: to write there is an error
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, descriptor)
@@ -28,7 +30,7 @@ def listening(asked: Callable[[signal.Signals], None]) -> Iterator[None]:
         asked(signal.Signals(number))
 
     taken = [signal.SIGINT, signal.SIGTERM]
-    taken += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    taken += [_HANG_UP] if _HANG_UP and signal.getsignal(_HANG_UP) != signal.SIG_IGN else []
     before = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
