@@ -88,16 +88,11 @@ class ArrowRows:
         view: np.ndarray = values[self._chunk[row]][start : start + (length if limit is None else min(length, limit))]
         return view
 
-    def id_range(self) -> tuple[int, int]:
-        """The lowest and the highest token id; (0, 0) if there is no token. Reads every id once."""
-        lows, highs = [], []
-        for chunk, values in enumerate(self._ids):
-            total = int(self.lengths[self._chunk == chunk].sum())
-            for first in range(0, total, _SCAN_TOKENS):
-                part = values[first : min(first + _SCAN_TOKENS, total)]
-                lows.append(int(part.min()))
-                highs.append(int(part.max()))
-        return min(lows, default=0), max(highs, default=0)
+    def id_range(self, most: int) -> tuple[int, int]:
+        """The lowest and the highest token id of at most `most` rows, spread over all; (0, 0) if they are empty."""
+        rows = np.unique(np.linspace(0, len(self) - 1, min(most, len(self)), dtype=int))
+        seen = [ids for row in rows if len(ids := self.ids(row))]
+        return min((int(ids.min()) for ids in seen), default=0), max((int(ids.max()) for ids in seen), default=0)
 
     def usable(self, limit: int) -> np.ndarray:
         """[R] bool: rows with two adjacent supervised tokens among their first `limit`. Reads every mask once."""

@@ -21,6 +21,8 @@ from stages.messages import TokenBatch
 
 __all__ = ["TokenBatches"]
 
+_LOOKED_AT = 4096  # rows of another model's tokens; what is in no such row is found by the target
+
 
 class TokenBatches(Source[TokenBatch]):
     """Read tokenised rows and send them as padded micro-batches.
@@ -98,7 +100,7 @@ class TokenBatches(Source[TokenBatch]):
         from stages.model_source import text_config
 
         last = text_config(self.target, self.revision).vocab_size - 1
-        lowest, highest = self.rows.id_range()
+        lowest, highest = self.rows.id_range(_LOOKED_AT)
         if lowest < 0 or highest > last:
             raise BadInput(
                 f"path: {self.path} was made with the tokenizer of {made_for!r}: its token ids {lowest}..{highest} "
