@@ -50,14 +50,14 @@ class Newest(Generic[T]):
 
 
 class Activity:
-    """What one worker does now, and how its time was spent so far. clock: what time it is, in seconds."""
+    """What one worker does now, and how its time was spent so far. clock: tells what time it is, in seconds."""
 
     def __init__(self, worker: str, clock: Callable[[], float] = perf_counter) -> None:
         self.worker = worker
-        self._clock = clock
+        self.clock = clock
         self.state = BUSY
         self.waits_for = ""
-        self.since = self._clock()
+        self.since = self.clock()
         self.changes = 0
         self.items = 0
         self.done = False
@@ -70,7 +70,7 @@ class Activity:
         """From now on the worker waits; `waits_for` says for what ("input of 'features'")."""
         if self.state is state and self.waits_for == waits_for:  # woken for nothing: it waits on
             return
-        now = self._clock()
+        now = self.clock()
         self._spent[self.state] += now - self.since
         if self.state is not BUSY and self.waits is not None:
             self.waits.add((self.state, self.waits_for, self.since, now))
@@ -79,7 +79,7 @@ class Activity:
     def resume(self) -> None:
         """The worker has what it waited for."""
         if self.state is not BUSY:
-            now = self._clock()
+            now = self.clock()
             self._spent[self.state] += now - self.since
             if self.waits is not None:
                 self.waits.add((self.state, self.waits_for, self.since, now))
@@ -93,7 +93,7 @@ class Activity:
 
     def restart_clock(self) -> None:
         """Forget the time spent so far (opening is not work)."""
-        self.since = self._clock()
+        self.since = self.clock()
         self._spent = dict.fromkeys(self._spent, 0.0)
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ class Activity:
         """Seconds in each state until now."""
         seconds = dict(self._spent)
         if not self.done:
-            seconds[self.state] += self._clock() - self.since
+            seconds[self.state] += self.clock() - self.since
         return seconds
 
 

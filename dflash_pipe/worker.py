@@ -219,7 +219,11 @@ class Worker:
         message = await port.inlet.receive(self._waits)
         if message.empty:
             return message
-        return message.carrying(self._transport.on_receive(message.payload, station.plan.device))
+        began = self.activity.clock()
+        received = message.carrying(self._transport.on_receive(message.payload, station.plan.device))
+        if not isinstance(port.inlet, Local):  # it came from another worker, and was not there yet
+            self.activity.idled(self.activity.clock() - began)
+        return received
 
     async def _work(self, station: Station, message: Message, arguments: dict[str, Any]) -> Message:
         """process, then end_window if the window ends, each followed by sending its result."""

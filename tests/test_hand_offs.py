@@ -18,7 +18,7 @@ from dflash_pipe.profile import Recorder, Samples, Way
 from dflash_pipe.recording import Recording
 from dflash_pipe.simulate import ways
 from dflash_pipe.trace import HAND_OFF
-from stages.toy import Partials
+from stages.toy import Digest, Partials
 from tests.pipeline import executed, toy
 from tests.test_forecast import SEQUENTIAL, profile_of
 from tests.test_recording import STAMPS, Behind
@@ -86,6 +86,23 @@ def test_what_leaves_a_device_is_told_from_what_stays_and_measured_on_it(tmp_pat
     ways = {channel: set(ways) for channel, ways in profile.handed.items()}
     assert ways == {"batches": {"between"}, "features": {"between"}, "grads": {"within"}, "params": {"within"}}
     assert profile.handed["grads"]["within"].total == 0.0  # by the device's clock
+
+
+class Late(Transport):
+    """What the target sends is there some time after it has been taken out of its channel."""
+
+    def on_receive(self, payload: Any, device: str) -> Any:
+        if isinstance(payload, Digest):
+            time.sleep(HELD)
+        return payload
+
+
+def test_whoever_waits_for_what_it_has_received_is_starved_unless_it_sent_it_itself(tmp_path):
+    late = "transport=tests.test_hand_offs:Late"
+    apart, alone = (executed(toy(tmp_path, name, late)).view.workers for name in ("overlapped", "sequential"))
+    drafter = next(worker for worker in apart if worker.name == "drafter")
+    assert drafter.starved * drafter.seconds >= 32 * HELD > drafter.busy * drafter.seconds
+    assert alone[0].busy * alone[0].seconds >= 32 * HELD and alone[0].starved == 0.0
 
 
 def test_inside_a_worker_nothing_is_handed_over(tmp_path):
