@@ -251,8 +251,11 @@ def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> di
             said[topology.name] = f"takes {off:.2f} times its forecast, so what that advises is left out"
             profile = telling(topology, compared[0])
             handing = predict(topology.graph, replace(profile, handed=topology.middle.profile.handed))
-            if abs(topology.middle.step / handing.pace.step - 1) < TRUSTED:
-                said[topology.name] += f"; what its hand-offs take explains it: {_verdict(topology, handing)}"
+            if abs(topology.step.median / handing.pace.step - 1) < TRUSTED:
+                said[topology.name] = (
+                    f"takes {off:.2f} times its forecast, and what its hand-offs take explains it: "
+                    f"{_verdict(topology, handing)}"
+                )
                 continue
             together = dict.fromkeys(topology.graph.stages, "one processor")
             shared = predict(topology.graph, profile, options=Options(together=together, changes=False)).pace.step

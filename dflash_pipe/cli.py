@@ -28,7 +28,8 @@ from dflash_pipe.forecast import Options
 from dflash_pipe.forecast import predict as forecast
 from dflash_pipe.forecast_table import rendered
 from dflash_pipe.graph import Graph, dump, load
-from dflash_pipe.located import at, files_among
+from dflash_pipe.located import at, files_among, under
+from dflash_pipe.located import read as read_tree
 from dflash_pipe.memory import Need, estimate, memory_table, refuse, too_much
 from dflash_pipe.picture import unpadded
 from dflash_pipe.places import COMMAND_LINE
@@ -87,7 +88,9 @@ def _goes_on_in(folder: Path, graph: Graph, files: list[str]) -> None:
     """Raise BadInput for a name, given beside the topology (the first file), that is not that of the resumed folder."""
     where, _ = at(graph.places.tree, ("name",))
     beside = where == COMMAND_LINE or where.rpartition(":")[0] in [os.path.normpath(file) for file in files[1:]]
-    if beside and graph.name != (own := folder.resolve().name):
+    own = folder.resolve().name
+    written = under(read_tree([folder / "graph.yaml"])[0]).get("name")
+    if beside and graph.name not in (own, written and written.value):
         line = f"name is {graph.name!r}, but --resume goes on in {folder}: leave the name out (or name={own}), or copy "
         raise BadInput(f"{line}the folder to {folder.parent / graph.name} and resume the copy", where)
 

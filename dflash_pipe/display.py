@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 
 from dflash_pipe.picture import closing_table, live_view, plain_line, scalars, unpadded
+from dflash_pipe.signals import let_go
 from dflash_pipe.stats import View
 
 __all__ = ["Display"]
@@ -45,7 +46,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._live:
-            self._live.start()
+            self._written(self._live.start)
         self._thread.start()
         return self
 
@@ -53,9 +54,9 @@ class Display:
         self._stop.set()
         self._thread.join()
         if self._live:
-            self._live.stop()
+            self._written(self._live.stop)
         if self._failure is None:
-            self._print_table()
+            self._written(self._print_table)
         elif error is None:
             raise self._failure
         else:
@@ -70,12 +71,21 @@ class Display:
 
     def _refresh(self) -> None:
         try:
-            self._draw()
+            self._written(self._draw)
             while not self._stop.wait(self._every):
-                self._draw()
+                self._written(self._draw)
         except Exception as failure:  # kept for __exit__: the run goes on without a picture
-            if not (isinstance(failure, OSError) and failure.errno == errno.EIO):  # the terminal has hung up
-                self._failure = failure
+            self._failure = failure
+
+    @staticmethod
+    def _written(write: Callable[[], None]) -> None:
+        """Write; if the terminal turns out to be gone, that and all that follows goes nowhere."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            let_go()
 
     def _draw(self) -> None:
         view = self._view()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -47,8 +48,8 @@ class _Keys(BaseModel):
 
 def _folder_name(name: str) -> str:
     """A run's name is its folder's."""
-    if name in ("", "..") or PurePath(name).name != name or not name.isprintable() or len(name) > _LONGEST:
-        raise ValueError(f"cannot be the name of a run folder (one part of a path, at most {_LONGEST} characters)")
+    if name in ("", "..") or PurePath(name).name != name or not name.isprintable() or len(os.fsencode(name)) > _LONGEST:
+        raise ValueError(f"cannot be the name of a run folder (one part of a path, at most {_LONGEST} bytes)")
     return name
 
 

@@ -37,15 +37,15 @@ class Places:
 
     def of_stage(self, stage: str, said: str) -> str:
         """Of a stage's own complaint: the place of a key that it names, or else of the key that was laid last."""
-        written, words = under(self.tree, "stages", stage, "with"), re.findall(r"\w+", said)
+        plain = re.sub(r"'[^']*'|\S*/\S*", "", said)  # what is quoted, and paths, are values
+        written, words = under(self.tree, "stages", stage, "with"), re.findall(r"\w+", plain)
         named: list[tuple[str, ...]] = [
             ("stages", stage, "with", key) for word in words for key in (word, f"{word}s") if key in written
         ]
         if {"replica", "replicas"} & {*words}:
             named += [("workers", name, "replicas") for name in self._owners(stage)]
         every = [("stages", stage, "with", key) for key in written]
-        use = self.of(("stages", stage, "use"))
-        return self.of(*named) or self.of(*every, otherwise=use)
+        return self.of(*named) or self.of(*every, ("stages", stage, "use"))
 
     def _owners(self, stage: str) -> list[str]:
         workers = under(self.tree, "workers")

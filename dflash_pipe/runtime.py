@@ -31,7 +31,7 @@ from dflash_pipe.message import Stamp
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import Profile
 from dflash_pipe.recording import Recording
-from dflash_pipe.signals import listening
+from dflash_pipe.signals import HANG_UP, listening
 from dflash_pipe.snapshot import Snapshot
 from dflash_pipe.stage import Source, Stage
 from dflash_pipe.stall import Watchdog
@@ -301,7 +301,7 @@ class Run:
         if self._stopped is None:
             self._stopped = number
             self.stop()
-        elif number.name != "SIGHUP":  # the system and the shell may both send one for the same hang-up
+        elif number != HANG_UP:  # the system and the shell may both send one for the same hang-up
             self.cancel()
 
     def _join(self, threads: list[threading.Thread]) -> tuple[str, ...]:

@@ -4,36 +4,46 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["listening"]
+__all__ = ["HANG_UP", "let_go", "listening"]
 
-_HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not every system has it
+HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not every system has it
+_OUTPUTS = (1, 2)
 
 
 @contextmanager
 def listening(asked: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Hand SIGINT, SIGTERM and SIGHUP to `asked`, from within the signal handler (main thread only).
 
-    A SIGHUP that is ignored stays so (`nohup`). What is written to a terminal that has hung up goes nowhere.
+    A SIGHUP that is ignored stays so (`nohup`). When the terminal hangs up, what is still written to it goes nowhere,
+    and so does what is written to a pipe: who reads it was started from that terminal, too.
     """
-    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+    from_terminal = os.isatty(0)
 
     def handler(number: int, frame: FrameType | None) -> None:
-        for descriptor in terminals if number == _HANG_UP else []:
-            if not os.isatty(descriptor):  # any more: to write there is an error
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, descriptor)
-                os.close(null)
         asked(signal.Signals(number))
+        if number == HANG_UP:
+            let_go(pipes=from_terminal and not os.isatty(0))
 
     taken = [signal.SIGINT, signal.SIGTERM]
-    taken += [_HANG_UP] if _HANG_UP and signal.getsignal(_HANG_UP) != signal.SIG_IGN else []
+    taken += [HANG_UP] if HANG_UP and signal.getsignal(HANG_UP) != signal.SIG_IGN else []
     before = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def let_go(*, pipes: bool = False) -> None:
+    """From now on what is written to a terminal that has hung up goes nowhere: to write there is an error."""
+    for descriptor in _OUTPUTS:
+        mode = os.fstat(descriptor).st_mode
+        if (stat.S_ISCHR(mode) and not os.isatty(descriptor)) or (pipes and stat.S_ISFIFO(mode)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

@@ -88,10 +88,11 @@ class ArrowRows:
         view: np.ndarray = values[self._chunk[row]][start : start + (length if limit is None else min(length, limit))]
         return view
 
-    def id_range(self, most: int) -> tuple[int, int]:
-        """The lowest and the highest token id of at most `most` rows, spread over all; (0, 0) if they are empty."""
+    def id_range(self, most: int, limit: int) -> tuple[int, int]:
+        """The lowest and the highest of the first `limit` token ids of at most `most` rows, spread over all; (0, 0) if
+        they are empty."""
         rows = np.unique(np.linspace(0, len(self) - 1, min(most, len(self)), dtype=int))
-        seen = [ids for row in rows if len(ids := self.ids(row))]
+        seen = [ids for row in rows if len(ids := self.ids(row, limit))]
         return min((int(ids.min()) for ids in seen), default=0), max((int(ids.max()) for ids in seen), default=0)
 
     def usable(self, limit: int) -> np.ndarray:

@@ -100,7 +100,7 @@ class TokenBatches(Source[TokenBatch]):
         from stages.model_source import text_config
 
         last = text_config(self.target, self.revision).vocab_size - 1
-        lowest, highest = self.rows.id_range(_LOOKED_AT)
+        lowest, highest = self.rows.id_range(_LOOKED_AT, self.limit)
         if lowest < 0 or highest > last:
             raise BadInput(
                 f"path: {self.path} was made with the tokenizer of {made_for!r}: its token ids {lowest}..{highest} "

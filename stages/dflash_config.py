@@ -15,8 +15,9 @@ from dflash_pipe import BadInput
 from dflash_pipe.errors import nearest
 from stages.sized_models import refuse_weights
 
-__all__ = ["FULL", "SLIDING", "ArchitectureKeys", "DrafterConfig", "DrafterKeys", "resolve_mask_token"]
+__all__ = ["FULL", "MOST_ANCHORS", "SLIDING", "ArchitectureKeys", "DrafterConfig", "DrafterKeys", "resolve_mask_token"]
 
+MOST_ANCHORS, _MOST_LAYERS, _MOST_DRAFTED = 1 << 20, 100, 1024  # far more takes minutes to size
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # A target may rotate a part of the head, or along several axes; a drafter never does, and no server may think so.
@@ -210,7 +211,7 @@ class DrafterKeys(ArchitectureKeys):
 
     def check(self) -> None:
         """Raise BadInput for values that no target could make right."""
-        for name, least, most in (("num_layers", 1, 100), ("block_size", 2, 1024)):  # far more takes minutes to size
+        for name, least, most in (("num_layers", 1, _MOST_LAYERS), ("block_size", 2, _MOST_DRAFTED)):
             if not least <= getattr(self, name) <= most:
                 raise BadInput(f"{name} is {getattr(self, name)}, expected {least}..{most}")
         if isinstance(self.mask_token_id, str) and self.mask_token_id != "auto":

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dflash_pipe import BadInput, Context, Footprint, Stage, Stamp
 from stages.anchors import draw_anchors
-from stages.dflash_config import ArchitectureKeys
+from stages.dflash_config import MOST_ANCHORS, ArchitectureKeys
 from stages.dflash_loss import (
     DpaceWeight,
     Loss,
@@ -39,7 +39,6 @@ __all__ = ["DrafterStep"]
 # Rows that meet the head at once. Few on a CPU, whose caches are small; on a GPU so many that the tiles of the product
 # with the head's columns come out even (33 tiles of 128 rows for 132 processors).
 _CHUNK = {"cpu": 128, "cuda": 4224}
-_MOST_ANCHORS = 1 << 20  # a row has no more tokens
 
 
 class DrafterStep(ArchitectureKeys, Stage):
@@ -81,8 +80,8 @@ class DrafterStep(ArchitectureKeys, Stage):
                 f"partials is {self.partials}, expected a multiple of the drafter's {replicas} replicas "
                 "(micro-batch i of a window is summed into partial i mod partials)"
             )
-        if not 1 <= self.num_anchors <= _MOST_ANCHORS:
-            raise BadInput(f"num_anchors is {self.num_anchors}, expected 1..{_MOST_ANCHORS}")
+        if not 1 <= self.num_anchors <= MOST_ANCHORS:
+            raise BadInput(f"num_anchors is {self.num_anchors}, expected 1..{MOST_ANCHORS}")
         if self.ce_chunk is not None and self.ce_chunk < 1:
             raise BadInput(f"ce_chunk is {self.ce_chunk}, expected at least 1 row")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dflash_pipe import BadInput, Context, Footprint, Stage
 from stages.arrow_rows import recipe_of
-from stages.dflash_config import DrafterConfig
+from stages.dflash_config import MOST_ANCHORS, DrafterConfig
 from stages.dflash_loss import block_inputs
 from stages.dflash_masks import resolve_attention
 from stages.dflash_model import DFlashModel, DrafterKeys, flatten, initial_parameters
@@ -36,7 +36,6 @@ from stages.target_model import resolve_dtype, resolve_layers
 __all__ = ["AcceptanceReport", "AcceptanceWalk"]
 
 _HEAD_ROWS = 1024  # drafted tokens that meet the head at once
-_MOST_ANCHORS = 1 << 20  # a row has no more tokens
 _MUST_MATCH = ("vocabulary", "template", "thinking")
 log = logging.getLogger("dflash_pipe")
 
@@ -96,8 +95,8 @@ class AcceptanceWalk(Stage):
     weights: Weights = "pretrained"
 
     def check(self, replicas: int) -> None:
-        if not 1 <= self.anchors <= _MOST_ANCHORS:
-            raise BadInput(f"anchors is {self.anchors}, expected 1..{_MOST_ANCHORS}")
+        if not 1 <= self.anchors <= MOST_ANCHORS:
+            raise BadInput(f"anchors is {self.anchors}, expected 1..{MOST_ANCHORS}")
         if self.path is None:
             self._keys().check()
 

@@ -48,6 +48,9 @@ class ModelSource:
         if self.local:
             path = Path(self.place, name)
             return path if path.is_file() else None
+        cached = huggingface_hub.try_to_load_from_cache(self.place, name, revision=self.revision)
+        if cached is not None and not isinstance(cached, str):  # it is known that the model has no such file
+            return None
         _refuse_unreachable_hub(self, name)
         try:
             return Path(huggingface_hub.hf_hub_download(self.place, name, revision=self.revision))
@@ -142,7 +145,7 @@ def _refuse_unreachable_hub(source: ModelSource, name: str) -> None:
     huggingface_hub would try again for half a minute, and say so each time."""
     if source.local or huggingface_hub.constants.HF_HUB_OFFLINE:
         return
-    if isinstance(huggingface_hub.try_to_load_from_cache(source.place, name, revision=source.revision), str):
+    if huggingface_hub.try_to_load_from_cache(source.place, name, revision=source.revision) is not None:
         return
     try:
         url = huggingface_hub.hf_hub_url(source.place, name, revision=source.revision)

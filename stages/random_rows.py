@@ -11,7 +11,6 @@ import torch
 from dflash_pipe import BadInput, Context, Footprint, Source
 from stages.footprints import token_bytes
 from stages.messages import TokenBatch
-from stages.model_source import text_config
 
 __all__ = ["RandomTokens"]
 
@@ -52,13 +51,17 @@ class RandomTokens(Source[TokenBatch]):
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
         """Raises `BadInput` for a vocabulary that is larger than the target's."""
-        has = self.vocabulary if self.target is None else text_config(self.target, self.revision).vocab_size
-        if self.vocabulary > has:
-            raise BadInput(
-                f"vocabulary is {self.vocabulary}, expected at most {has}: target {self.target!r} has no more"
-            )
+        if self.target is not None:
+            self._refuse_more_than(self.target)
         shape = (self.rows, self.length)
         return Footprint(sent=token_bytes(shape), told=[shape])
+
+    def _refuse_more_than(self, target: str) -> None:
+        from stages.model_source import text_config  # here: transformers takes seconds to import
+
+        has = text_config(target, self.revision).vocab_size
+        if self.vocabulary > has:
+            raise BadInput(f"vocabulary is {self.vocabulary}, expected at most {has}: target {target!r} has no more")
 
     def open(self, ctx: Context) -> None:
         self._seed = ctx.seed

@@ -147,12 +147,11 @@ CASES = {
         over("channels:\n  features: {capacity: {items: 99999999999999999999999}}\n"),
     ),
     "a name that leads elsewhere": Case(
-        "my.yaml:2: name: cannot be the name of a run folder (one part of a path, at most 100 characters), got "
-        "'../../böse'",
+        "my.yaml:2: name: cannot be the name of a run folder (one part of a path, at most 100 bytes), got '../../böse'",
         over("name: ../../böse\n"),
     ),
     "a name with a folder": Case(
-        "command line: name: cannot be the name of a run folder (one part of a path, at most 100 characters), got "
+        "command line: name: cannot be the name of a run folder (one part of a path, at most 100 bytes), got "
         "'über/name'",
         given=("good.yaml", "name=über/name"),
     ),

@@ -232,7 +232,7 @@ def test_a_resume_under_another_name_is_refused(
     )
     assert not Path("runs/other").exists()
     shutil.copytree("runs/one", "runs/other")
-    for way in ([*graph, words], [*graph, "name=other"], ["topology.yaml", *QUICK], []):
+    for way in ([*graph, "name=one"], [*graph, words], [*graph, "name=other"], ["topology.yaml", *QUICK], []):
         assert called("run", "--plain", *way, "--resume", "runs/other") == 0
 
 

@@ -161,17 +161,27 @@ def test_an_error_in_drawing_leaves_the_run_alone_and_surfaces_at_the_end(termin
 
 
 def test_a_terminal_that_is_gone_ends_the_drawing_only():
-    screen, drawn = console(terminal=False), threading.Event()
+    """Whenever it goes: at the first picture, at a later one, or before the table."""
+    for goes in (1, 10, 10**9):
+        screen, seen, written = console(terminal=True), threading.Event(), []
+        gone = threading.Event()
 
-    def look():
-        if not drawn.is_set():
-            drawn.set()
-            raise OSError(errno.EIO, "Input/output error")
-        return VIEW
+        def write(text, goes=goes, written=written, gone=gone):
+            written.append(text)
+            if gone.is_set() or len(written) >= goes:
+                raise OSError(errno.EIO, "Input/output error")
+            return len(text)
 
-    with Display(look, screen, every=0.001):
-        assert drawn.wait(30)
-    assert "messages" in screen.file.getvalue()
+        def look(seen=seen, looks=iter(range(10**9))):  # noqa: B008 (one for each round)
+            if next(looks) > 20:
+                seen.set()
+            return VIEW
+
+        screen.file.write = write
+        with Display(look, screen, every=0.001):
+            assert seen.wait(30)
+            gone.set()
+        assert len(written) > 20 or goes < 20
 
 
 def test_the_runs_own_error_comes_first():

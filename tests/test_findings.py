@@ -159,4 +159,6 @@ def test_a_hand_off_that_the_first_graph_does_not_have_explains_the_miss() -> No
     slow = "transport=tests.test_findings:SlowGradients"
     result = called("topologies", *TOY[:2], slow, *FAST, "--repeat", 0)
     said = next(line for line in result.stdout.splitlines() if line.startswith("overlapped: takes "))
-    assert "; what its hand-offs take explains it: bound by hand-off of grads: " in said and "interpreter" not in said
+    assert (
+        ", and what its hand-offs take explains it: bound by hand-off of grads: " in said and "interpreter" not in said
+    )

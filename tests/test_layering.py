@@ -22,7 +22,7 @@ FRAMEWORK = {
     "stats": BASE,
     "transport": BASE | {"stats"},
     "picture": BASE | {"stats"},
-    "display": BASE | {"stats", "picture"},
+    "display": BASE | {"stats", "picture", "signals"},
     "stage": BASE,
     "snapshot": BASE | {"stats", "stage"},
     "channel": BASE | {"stats"},

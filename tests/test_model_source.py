@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from dflash_pipe import BadInput
-from stages.model_source import load_tokenizer, locate, text_config
+from stages.model_source import ModelSource, load_tokenizer, locate, text_config
 from tests.tiny_targets import copied
 
 ROOT = Path(__file__).parent.parent
@@ -117,3 +118,10 @@ for load in (text_config, load_tokenizer):
     for line in lines:
         assert line.startswith("target 'nobody/nothing': tried the directory ")
         assert "nothing for revision 'v2'" in line and "the hub was not asked (offline mode)" in line
+
+
+def test_a_file_that_the_cache_knows_to_be_missing_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without network too: what a cached model lacks, such as generation_config.json, it lacks."""
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *place, **key: object())
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: pytest.fail("asked the hub"))
+    assert ModelSource("a/b", "a/b", None, local=False).file("generation_config.json") is None
