@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -93,7 +94,7 @@ class RunFolder:
         """Take out the metrics of steps behind a snapshot that is resumed: they will be made again."""
         file = self.path / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
+        kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             file.write_text("".join(kept))
 
@@ -107,3 +108,13 @@ class RunFolder:
         """Append to log.txt, with the time."""
         with (self.path / "log.txt").open("a") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+def _step_of(line: str) -> float:
+    """The step that a line of metrics.jsonl is about, 0 if it is about none; of half a line, as a crash may leave one
+    at the end, infinity: that step is done again."""
+    try:
+        step = json.loads(line).get("step", 0)
+    except (ValueError, AttributeError):
+        return math.inf
+    return float(step)

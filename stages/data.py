@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from stages.footprints import token_bytes
 from stages.messages import TokenBatch
 
 __all__ = ["TokenBatches"]
+
+log = logging.getLogger("dflash_pipe")
 
 _LOOKED_AT = 4096  # rows of another model's tokens; what is in no such row is found by the target
 
@@ -119,6 +122,9 @@ class TokenBatches(Source[TokenBatch]):
         self.check(replicas=1)
         self.ctx = ctx
         self._open_rows()
+        made_for = recipe_of(self.path).get("tokenizer")
+        if self.target is not None and made_for not in (None, self.target):
+            log.warning("%s was made with the tokenizer of %s; the target is %s", self.path, made_for, self.target)
         usable = self.rows.usable(self.limit)
         self.kept = np.flatnonzero(usable)
         if not len(self.kept):

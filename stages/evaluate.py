@@ -159,6 +159,8 @@ class AcceptanceWalk(Stage):
         self.model.requires_grad_(False)
 
     def _warn_of_differences(self, record: dict[str, Any]) -> None:
+        if record.get("target") not in (None, self.target):
+            log.warning("the drafter was trained for %s; the target is %s", record["target"], self.target)
         walked = recipe_of(self.data) if self.data else {}
         trained = record.get("data", {})
         for key in _MUST_MATCH:

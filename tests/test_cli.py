@@ -274,6 +274,17 @@ def test_a_run_that_failed_before_its_first_snapshot_is_begun_again_or_named(
     assert "nothing to resume" in capsys.readouterr().err
 
 
+def test_half_a_line_of_metrics_as_a_crash_may_leave_it_is_made_again(tmp_path: Path) -> None:
+    assert called("run", "--plain", "--runs", tmp_path, TOY / "overlapped.yaml", *QUICK, "snapshot=3", "name=one") == 0
+    folder = tmp_path / "one"
+    shutil.rmtree(newest(folder))  # that of the end: the one before is of step 6
+    whole = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(whole[:-9])
+    assert called("run", "--plain", "--resume", folder) == 0
+    again = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert again == [json.loads(line)["step"] for line in whole.splitlines()]
+
+
 def test_metrics_of_steps_that_are_computed_again_are_taken_out(tmp_path: Path) -> None:
     command = ["run", "--plain", "--runs", tmp_path, "name=again", TOY / "overlapped.yaml", "snapshot=2"]
     assert called(*command) == 0

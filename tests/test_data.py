@@ -340,6 +340,17 @@ def test_rows_of_another_tokenizer_are_refused_before_anything_runs(
     assert said in str(caught.value) and str(caught.value).endswith("which has 0..511")
 
 
+def test_rows_of_another_tokenizer_are_said_where_their_ids_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for made_for, told in (("other/model", True), ("tiny:qwen3", False)):
+        recipe = {RECIPE: json.dumps({"tokenizer": made_for}).encode()}
+        path = write(tmp_path / "rows.arrow", [row(9, 20)], metadata=recipe)
+        caplog.clear()
+        source(path, target="tiny:qwen3").open(Context())
+        assert ("made with the tokenizer of other/model; the target is tiny:qwen3" in caplog.text) == told
+
+
 def test_cursor_of_other_settings_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.arrow", [row(8) for _ in range(32)])
     cursor = next(iter(source(path).read(None)))[0]
