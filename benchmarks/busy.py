@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dflash_pipe.plan import Plan
-from dflash_pipe.trace import HAND_OFF, Timeline
+from dflash_pipe.profile import HAND_OFF
+from dflash_pipe.trace import Timeline
 
 __all__ = ["device_busy", "steady", "union", "warm", "window_ends"]
 

@@ -250,11 +250,12 @@ def _verdicts(compared: Sequence[Topology], forecasts: Sequence[Forecast]) -> di
         if off > 1 + TRUSTED:
             said[topology.name] = f"takes {off:.2f} times its forecast, so what that advises is left out"
             profile = telling(topology, compared[0])
-            handing = predict(topology.graph, replace(profile, handed=topology.middle.profile.handed))
-            if abs(topology.step.median / handing.pace.step - 1) < TRUSTED:
+            handing = replace(profile, handed=topology.middle.profile.handed)
+            with_them = predict(topology.graph, handing, options=Options(changes=False)).pace.step
+            if abs(topology.step.median / with_them - 1) < TRUSTED:
                 said[topology.name] = (
                     f"takes {off:.2f} times its forecast, and what its hand-offs take explains it: "
-                    f"{_verdict(topology, handing)}"
+                    f"{_verdict(topology, predict(topology.graph, handing))}"
                 )
                 continue
             together = dict.fromkeys(topology.graph.stages, "one processor")

@@ -17,7 +17,7 @@ from benchmarks.figures import Panel
 from benchmarks.findings import Findings
 from benchmarks.machine import described, record
 from dflash_pipe.forecast import Forecast
-from dflash_pipe.trace import HAND_OFF
+from dflash_pipe.profile import HAND_OFF
 
 __all__ = ["is_report", "panels", "rendered"]
 

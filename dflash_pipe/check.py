@@ -15,7 +15,7 @@ from typing import Any
 
 from dflash_pipe.errors import BadInput
 from dflash_pipe.graph import ChannelSpec, Graph
-from dflash_pipe.laws import bad, each, inputs_of, owner, rate, reach
+from dflash_pipe.laws import bad, each, feeding, owner, rate, reach
 from dflash_pipe.placement import PLACEMENT
 
 __all__ = ["check", "rate"]
@@ -76,9 +76,7 @@ def _rates_agree(graph: Graph) -> None:
             raise bad(graph, c, line, *keys)
         if c.per == "message" and fires == "window":
             line = f"it is per message, but {c.sender} reads only per-window channels: it sends once a window"
-            raise bad(
-                graph, c, line, *keys, *each("channels", [each.name for each, _ in inputs_of(graph, c.sender)], "per")
-            )
+            raise bad(graph, c, line, *keys, *feeding(graph, c.sender, "per"))
         if _sent(graph, c) is None:
             raise bad(graph, c, f"{c.sender} sends nothing per message (its process returns None)", *keys)
         for to in c.receivers:

@@ -37,9 +37,9 @@ def in_no_time(profile: Profile, channel: str) -> Profile:
 def slow(graph: Graph, profile: Profile, step: float) -> list[str]:
     """Channels between workers of which a window's hand-offs take longer than a hundredth of a step."""
     placed = {stage: worker.name for worker in graph.workers.values() for stage in worker.stages}
-    found = []
+    known, found = taken(profile), []
     for channel in graph.channels.values():
-        longest = max((sum(each[0]) for (name, _), each in taken(profile).items() if name == channel.name), default=0.0)
+        longest = max((sum(each[0]) for (name, _), each in known.items() if name == channel.name), default=0.0)
         in_window = graph.window if channel.per == "message" else 1
         between = any(placed[to.stage] != placed[channel.sender] for to in channel.receivers)
         found += [channel.name] * (between and longest * in_window > _WORTH * step)

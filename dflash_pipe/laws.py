@@ -8,7 +8,7 @@ from typing import Literal
 from dflash_pipe.errors import BadInput
 from dflash_pipe.graph import ChannelSpec, Graph, StageSpec, WorkerSpec
 
-__all__ = ["KeyPath", "bad", "each", "inputs_of", "owner", "rate", "reach"]
+__all__ = ["KeyPath", "bad", "each", "feeding", "inputs_of", "owner", "rate", "reach"]
 
 KeyPath = tuple[str, ...]
 _Spec = ChannelSpec | StageSpec | WorkerSpec
@@ -41,6 +41,11 @@ def bad(graph: Graph, what: _Spec, message: str, *keys: str | KeyPath) -> BadInp
 def each(section: str, names: Iterable[str], key: str) -> list[KeyPath]:
     """The paths of one key in several entries."""
     return [(section, name, key) for name in names]
+
+
+def feeding(graph: Graph, stage: str, key: str) -> list[KeyPath]:
+    """The paths of one key in the channels that a stage reads."""
+    return each("channels", [channel.name for channel, _ in inputs_of(graph, stage)], key)
 
 
 def reach(graph: Graph, start: str) -> set[str]:

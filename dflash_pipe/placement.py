@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dflash_pipe.errors import BadInput, nearest
 from dflash_pipe.graph import Graph, WorkerSpec
-from dflash_pipe.laws import bad, each, inputs_of, owner, rate, reach
+from dflash_pipe.laws import bad, each, feeding, inputs_of, owner, rate, reach
 
 __all__ = ["PLACEMENT"]
 
@@ -83,7 +83,7 @@ def _replicas_keep_the_result(graph: Graph) -> None:
                 raise bad(graph, w, f"{name} has state(), so it cannot be replicated", *keys)
             if rate(graph, name) == "window":
                 line = f"{name} fires once a window, so there is nothing to deal to its replicas"
-                raise bad(graph, w, line, *keys, *each("channels", [c.name for c, _ in inputs], "per"))
+                raise bad(graph, w, line, *keys, *feeding(graph, name, "per"))
             if w.take != "round_robin" and windowed:
                 line = f"{name} works in windows: its replicas need take: round_robin"
                 raise bad(graph, w, line, "take", *keys)
@@ -118,9 +118,7 @@ def _replicas_meet_at_ports(graph: Graph) -> None:
             for name in set().union(*(reach(graph, stage) for stage in w.stages)):
                 if sum(c.per == "message" for c, _ in inputs_of(graph, name)) > 1:
                     line = f"order: completion would mix up the ports that {name} joins"
-                    raise bad(
-                        graph, w, line, "order", *each("channels", [c.name for c, _ in inputs_of(graph, name)], "to")
-                    )
+                    raise bad(graph, w, line, "order", *feeding(graph, name, "to"))
 
 
 PLACEMENT: tuple[Callable[[Graph], None], ...] = (

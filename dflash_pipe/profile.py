@@ -18,11 +18,25 @@ from pydantic import TypeAdapter, ValidationError
 
 from dflash_pipe.errors import BadInput
 
-__all__ = ["LATER", "DeviceMemory", "Host", "Part", "Profile", "Recorder", "Samples", "Way", "hand_off", "load", "save"]
+__all__ = [
+    "HAND_OFF",
+    "LATER",
+    "DeviceMemory",
+    "Host",
+    "Part",
+    "Profile",
+    "Recorder",
+    "Samples",
+    "Way",
+    "hand_off",
+    "load",
+    "save",
+]
 
 Part = Literal["read", "process", "end_window"]
 Way = Literal["within", "between"]  # one device, or from one to another
 LATER = "later"
+HAND_OFF = "hand-off"
 _FORMAT = "dflash-pipe profile 1"
 _LONGEST = 1e9  # seconds, thirty years
 _WARM_UP = 2  # windows
@@ -152,7 +166,7 @@ class Profile:
 
 def hand_off(channel: str) -> str:
     """What stands for a channel's hand-offs where stages have their names."""
-    return f"hand-off of {channel}"
+    return f"{HAND_OFF} of {channel}"
 
 
 class Recorder:

@@ -17,9 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HAND_OFF", "TRACE_BEGINS", "Depth", "OnPath", "Span", "Timeline", "Wait", "critical", "write_chrome"]
+from dflash_pipe.profile import HAND_OFF
 
-HAND_OFF = "hand-off"
+__all__ = ["TRACE_BEGINS", "Depth", "OnPath", "Span", "Timeline", "Wait", "critical", "write_chrome"]
+
 TRACE_BEGINS = '{"traceEvents":'  # what `write_chrome` writes first
 
 

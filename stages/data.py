@@ -95,9 +95,14 @@ class TokenBatches(Source[TokenBatch]):
         shapes = self.cut.shapes(self.cut.epoch(rows, self.lengths[rows], (ctx.seed, 0)), self.lengths)
         return Footprint(sent=max(map(token_bytes, shapes), default=0), told=shapes)
 
+    def _made_for_another(self) -> str | None:
+        """The model with whose tokenizer the rows say they were made, if that is not the target."""
+        made_for: str | None = recipe_of(self.path).get("tokenizer")
+        return None if self.target in (None, made_for) else made_for
+
     def _refuse_foreign_ids(self) -> None:
-        made_for = recipe_of(self.path).get("tokenizer")
-        if self.target is None or made_for in (None, self.target):
+        made_for = self._made_for_another()
+        if self.target is None or made_for is None:
             return
         # Imported here: transformers takes seconds to import, and rows of the target's own do not need it.
         from stages.model_source import text_config
@@ -122,8 +127,7 @@ class TokenBatches(Source[TokenBatch]):
         self.check(replicas=1)
         self.ctx = ctx
         self._open_rows()
-        made_for = recipe_of(self.path).get("tokenizer")
-        if self.target is not None and made_for not in (None, self.target):
+        if made_for := self._made_for_another():
             log.warning("%s was made with the tokenizer of %s; the target is %s", self.path, made_for, self.target)
         usable = self.rows.usable(self.limit)
         self.kept = np.flatnonzero(usable)

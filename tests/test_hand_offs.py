@@ -14,10 +14,9 @@ from dflash_pipe.forecast import predict
 from dflash_pipe.graph import Graph, load
 from dflash_pipe.hand_offs import sized
 from dflash_pipe.plan import plan
-from dflash_pipe.profile import Recorder, Samples, Way
+from dflash_pipe.profile import HAND_OFF, Recorder, Samples, Way
 from dflash_pipe.recording import Recording
 from dflash_pipe.simulate import ways
-from dflash_pipe.trace import HAND_OFF
 from stages.toy import Digest, Partials
 from tests.pipeline import executed, toy
 from tests.test_forecast import SEQUENTIAL, profile_of

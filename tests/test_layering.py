@@ -41,7 +41,7 @@ FRAMEWORK = {
     "in_flight": {"graph", "plan", "stage"},
     "memory": BASE | READING | {"graph", "in_flight", "plan"},
     "profile": BASE,
-    "trace": BASE,
+    "trace": BASE | {"profile"},
     "signals": set(),
     "stall": BASE | {"stats"},
     "recording": BASE | {"stats", "channel", "transport", "plan", "profile", "trace"},

@@ -19,7 +19,8 @@ from benchmarks.compare import run_in_turns
 from benchmarks.graphs import loaded
 from benchmarks.interval import estimate
 from dflash_pipe.forecast import predict
-from dflash_pipe.trace import HAND_OFF, Depth, Span, Timeline, Wait
+from dflash_pipe.profile import HAND_OFF
+from dflash_pipe.trace import Depth, Span, Timeline, Wait
 from tests.called import TOY, called
 
 
