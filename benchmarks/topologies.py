@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from dflash_pipe.forecast_table import duration, figure
 from dflash_pipe.graph import Graph
 from dflash_pipe.memory import estimate, refuse
 from dflash_pipe.plan import plan
+from dflash_pipe.profile import save
 from stages.arrow_rows import ArrowRows
 
 __all__ = ["topologies"]
@@ -75,6 +77,10 @@ def topologies(
     sys.setswitchinterval(_SWITCH_INTERVAL)
     with progress(console) as told:
         compared, ceilings, stopped, failure = _measured(graphs, repeat, profile_stages, told)
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+            for topology in compared:
+                save(topology.middle.profile, _profile(out, topology.graph))
         told("forecasting")
         forecasts, own, hurried = _forecasts(compared)
         stopped = stopped or hurried
@@ -149,8 +155,14 @@ def _refuse_to_overwrite(graphs: Sequence[Graph], report: Path | None, out: Path
 
         if report.stat().st_size and not is_report(report):
             raise BadInput(f"--report: {report} is there and is no report of this command", "command line")
-    if out and (kept := out / f"{_NAME}.json").exists():
-        writable("--out", kept, inputs(graphs))
+    for kept in (out / f"{_NAME}.json", *(_profile(out, graph) for graph in graphs)) if out else ():
+        if kept.exists():
+            writable("--out", kept, inputs(graphs))
+
+
+def _profile(out: Path, graph: Graph) -> Path:
+    """Where the profile of a graph's run is kept, for forecasts on any machine. A graph's name can be a path."""
+    return out / f"profile_{re.sub(r'[^A-Za-z0-9_.-]+', '_', graph.name)}.json"
 
 
 def _rows(graph: Graph) -> int | None:

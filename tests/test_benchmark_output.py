@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks import compare, ladder, topologies, verdicts
+from benchmarks.graphs import loaded
 from benchmarks.report import is_report
 from dflash_pipe import BadInput
+from dflash_pipe.forecast import Options, predict
+from dflash_pipe.profile import load
 from tests.called import FAST, TOY, called
 from tests.pipeline import HOOKS
 from tests.training import write_rows
@@ -111,6 +114,10 @@ def test_stopped_topologies_show_the_runs_that_all_of_them_have(
     kept = json.loads((out / "topologies.json").read_text())
     assert kept["stopped"] and kept["repeats"] == 2
     assert [len(found["step_seconds"]) for found in kept["topologies"].values()] == [2, 2]
+    for name, figures in kept["topologies"].items():  # what was forecast is forecast again from what is kept
+        graph = loaded([f"graphs/toy/{name}.yaml", *FAST], None)[0]
+        forecast = predict(graph, load(out / f"profile_{name}.json"), options=Options(changes=False))
+        assert forecast.pace.step == pytest.approx(figures["own_forecast_seconds"])
 
 
 @pytest.mark.parametrize(("repeat", "at"), [(1, 4), (0, 2)])
