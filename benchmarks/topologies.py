@@ -77,10 +77,7 @@ def topologies(
     sys.setswitchinterval(_SWITCH_INTERVAL)
     with progress(console) as told:
         compared, ceilings, stopped, failure = _measured(graphs, repeat, profile_stages, told)
-        if out:
-            out.mkdir(parents=True, exist_ok=True)
-            for topology in compared:
-                save(topology.middle.profile, _profile(out, topology.graph))
+        _keep_profiles(compared, out)
         told("forecasting")
         forecasts, own, hurried = _forecasts(compared)
         stopped = stopped or hurried
@@ -158,6 +155,14 @@ def _refuse_to_overwrite(graphs: Sequence[Graph], report: Path | None, out: Path
     for kept in (out / f"{_NAME}.json", *(_profile(out, graph) for graph in graphs)) if out else ():
         if kept.exists():
             writable("--out", kept, inputs(graphs))
+
+
+def _keep_profiles(compared: Sequence[Topology], out: Path | None) -> None:
+    """Before anything is forecast, which takes time and may be stopped."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        for topology in compared:
+            save(topology.middle.profile, _profile(out, topology.graph))
 
 
 def _profile(out: Path, graph: Graph) -> Path:

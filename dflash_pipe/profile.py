@@ -42,6 +42,7 @@ _LONGEST = 1e9  # seconds, thirty years
 _WARM_UP = 2  # windows
 _ENOUGH = 5  # measured steps, for a forecast to rest on
 _QUIET = 0.05  # share of the machine's CPU time that other programs may use
+_SLOWED = 1.05
 _DRIFT, _MANY = 0.1, 40  # by how much the halves of a run may differ, and how many samples it takes to tell
 
 
@@ -107,7 +108,8 @@ class Profile:
     it ran, in words. warm_up: first windows that were left out. steps: seconds between the ends of windows; a sample's
     index is the window. stages: stage -> part -> samples. memory: device -> what it held, where that is known. host:
     None if it is not known. handed: channel -> way -> for how long handing a message over to one receiver kept the
-    sender; measure `later`: seconds until it was there after that. Only where the receiver's device was known."""
+    sender; measure `later`: seconds until it was there after that. Only where the receiver's device was known. slowed:
+    stage -> how many times as long as it is told here it took, beside others that computed on its device."""
 
     graph: str
     window: int
@@ -118,6 +120,7 @@ class Profile:
     memory: dict[str, DeviceMemory] = field(default_factory=dict)
     host: Host | None = None
     handed: dict[str, dict[Way, Samples]] = field(default_factory=dict)
+    slowed: dict[str, float] = field(default_factory=dict)
     format: str = _FORMAT
 
     def doubts(self) -> list[str]:
@@ -135,6 +138,11 @@ class Profile:
             longer = "longer" if drift > 0 else "shorter"
             found.append(
                 f"service times were {abs(drift):.0%} {longer} in the second half of the run than in the first"
+            )
+        if slow := [f"{stage} {times:.2f}" for stage, times in self.slowed.items() if times > _SLOWED]:
+            found.append(
+                f"workers that computed on one device at the same time took so many times as long as alone: "
+                f"{', '.join(slow)}; reckoned with is what each takes alone, if they slow each other equally"
             )
         return found
 

@@ -108,7 +108,9 @@ def gradient(repeat: int = 1, **keys: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("keys", [{}, {"sliding_window": 100}, {"loss": "dpace"}, {"block_size": 7}, {"num_layers": 1}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"sliding_window": 100}, {"loss": "dpace", "gamma": "auto"}, {"block_size": 7}, {"num_layers": 1}]
+)
 def test_the_step_is_as_exact_as_the_plain_one_and_repeats(keys: dict[str, Any]) -> None:
     (exact,) = gradient(dtype="float32", attention="eager", **keys)
     (plain,) = gradient(attention="eager", **keys)
