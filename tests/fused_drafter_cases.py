@@ -170,7 +170,7 @@ def model():
             flat.load(values.where(values == 1.0, values * 8.0) + normal(len(values), seed=7) / 10)
             sums = torch.zeros(flat.size)
             flat.sum_gradients_into(sums if summed else None)
-            for _ in range(2):
+            for _ in range(layers):  # of two layers twice: the second adds to the sums
                 hidden = net(embeds.flatten(1, 2), context, ANCHORS, KEEP, attention, alike, what.rows)
                 block_loss(hidden, normal(61, 16, seed=5), what, loss, 7)[0].backward()
             if not summed:
@@ -243,4 +243,5 @@ def nothing():
 
 if __name__ == "__main__":
     mend_loops()
-    globals()[sys.argv[1]]()
+    for case in sys.argv[1:]:
+        globals()[case]()

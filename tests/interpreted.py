@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,19 +22,21 @@ FOLDERS = [*([""] if importlib.util.find_spec("triton") else []), *NAMED]  # "":
 NO_TRITON = "Triton cannot be imported here"
 
 
-def with_every_triton(test):
-    """The test gets a `folder` for `interpreted`."""
-    skipped = pytest.mark.skipif(not FOLDERS, reason=f"{NO_TRITON}, and {TRITONS} names no directory with one")
-    return skipped(pytest.mark.parametrize("folder", FOLDERS or [""])(test))
+with_every_triton = pytest.mark.skipif(not FOLDERS, reason=f"{NO_TRITON}, and {TRITONS} names no directory with one")
 
 
-def interpreted(folder, *arguments):
-    """Run Python with these arguments and the Triton in `folder`; its standard output."""
+def interpreted(*arguments):
+    """Run Python with these arguments and each Triton at the same time; what they printed, in the order of FOLDERS."""
+    with ThreadPoolExecutor(len(FOLDERS)) as pool:
+        return list(pool.map(lambda folder: _ended(folder, arguments), FOLDERS))
+
+
+def _ended(folder, arguments):
     path = os.pathsep.join(filter(None, [folder, str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, *arguments]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.returncode == 0, f"with {folder or 'the installed Triton'}: {ended.stderr[-3000:]}"
     return ended.stdout
 
 

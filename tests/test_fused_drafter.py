@@ -12,13 +12,13 @@ from stages.gradient_sums import GradientSums
 from stages.stacked import stacked
 from tests.interpreted import interpreted, with_every_triton
 
-CASES = ["norms", "heads", "swiglu", "cross_entropy", "attention", "model", "kept", "nothing"]
+CASES = ["attention", "model", "norms heads swiglu cross_entropy kept nothing"]
 
 
 @with_every_triton
-@pytest.mark.parametrize("case", CASES)
-def test_kernels(case: str, folder: str) -> None:
-    interpreted(folder, "-m", "tests.fused_drafter_cases", case)
+@pytest.mark.parametrize("cases", CASES)
+def test_kernels(cases: str) -> None:
+    interpreted("-m", "tests.fused_drafter_cases", *cases.split())
 
 
 def test_matrices_below_each_other_are_one_view() -> None:

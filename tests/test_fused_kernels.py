@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreted import NAMED, ROOT, TRITONS, interpreted, with_every_triton
+from tests.interpreted import FOLDERS, ROOT, TRITONS, interpreted, with_every_triton
 
 BEGIN = """
 import torch
@@ -67,10 +67,11 @@ same(strength, b.sigmoid().view(B, tokens, m))
 """
 
 
+@with_every_triton
 def test_a_triton_that_is_named_is_the_one_that_runs():
-    for folder in NAMED:
-        found = interpreted(folder, "-c", "import triton; print(triton.__file__)")
-        assert Path(found.strip()).is_relative_to(Path(folder).resolve())
+    printed = interpreted("-c", "import triton; print(triton.__file__)")
+    for folder, found in zip(FOLDERS, printed, strict=True):
+        assert not folder or Path(found.strip()).is_relative_to(Path(folder).resolve())
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("make"), reason="neither Triton nor make everywhere")
@@ -80,8 +81,8 @@ def test_where_make_runs_the_tests_none_of_these_is_skipped():
 
 
 @with_every_triton
-def test_each_kernel(folder):
-    interpreted(folder, "-c", EACH)
+def test_each_kernel():
+    interpreted("-c", EACH)
 
 
 SCAN = f"""{BEGIN}
@@ -106,8 +107,8 @@ for tokens in (1, 64, 150):
 
 
 @with_every_triton
-def test_the_scan_over_chunks_is_the_rule_token_by_token(folder):
-    interpreted(folder, "-c", SCAN)
+def test_the_scan_over_chunks_is_the_rule_token_by_token():
+    interpreted("-c", SCAN)
 
 
 PACKED = f"""{BEGIN}
@@ -148,8 +149,8 @@ law()
 
 
 @with_every_triton
-def test_packed_rows_of_any_lengths_are_computed_as_if_alone(folder):
-    interpreted(folder, "-c", PACKED)
+def test_packed_rows_of_any_lengths_are_computed_as_if_alone():
+    interpreted("-c", PACKED)
 
 
 WITH_FLA = f"""{BEGIN}
@@ -172,8 +173,8 @@ for lengths in ([70, 1, 2, 65], [64, 128], [1, 1]):
 
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="flash-linear-attention is not installed here")
 @with_every_triton
-def test_the_delta_rule_of_packed_rows_with_the_kernel_packages_own_part(folder):
-    interpreted(folder, "-W", "ignore", "-c", WITH_FLA)
+def test_the_delta_rule_of_packed_rows_with_the_kernel_packages_own_part():
+    interpreted("-W", "ignore", "-c", WITH_FLA)
 
 
 WHOLE = """
@@ -199,5 +200,5 @@ for model in ("tiny:llama", "tiny:qwen3", "tiny:qwen3_5"):
 
 @pytest.mark.slow
 @with_every_triton
-def test_whole_layers(folder):
-    interpreted(folder, "-c", WHOLE)
+def test_whole_layers():
+    interpreted("-c", WHOLE)

@@ -153,8 +153,8 @@ def test_what_loading_needs_counts_where_it_is_more() -> None:
 
 
 @with_every_triton
-def test_a_fused_step_of_the_drafter(folder: str) -> None:
-    interpreted(folder, "-m", "tests.fused_memory_cases")
+def test_a_fused_step_of_the_drafter() -> None:
+    interpreted("-m", "tests.fused_memory_cases")
 
 
 @pytest.mark.parametrize(
