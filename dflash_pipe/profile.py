@@ -42,7 +42,7 @@ _LONGEST = 1e9  # seconds, thirty years
 _WARM_UP = 2  # windows
 _ENOUGH = 5  # measured steps, for a forecast to rest on
 _QUIET = 0.05  # share of the machine's CPU time that other programs may use
-_SLOWED = 1.05
+_SLOWED, _MATTERS = 1.05, 0.01  # times as long, share of the steps' time
 _DRIFT, _MANY = 0.1, 40  # by how much the halves of a run may differ, and how many samples it takes to tell
 
 
@@ -139,7 +139,9 @@ class Profile:
             found.append(
                 f"service times were {abs(drift):.0%} {longer} in the second half of the run than in the first"
             )
-        if slow := [f"{stage} {times:.2f}" for stage, times in self.slowed.items() if times > _SLOWED]:
+        seconds = {stage: sum(part.total for part in self.stages[stage].values()) for stage in self.slowed}
+        matters = {s: times for s, times in self.slowed.items() if seconds[s] > _MATTERS * self.steps.total}
+        if slow := [f"{stage} {times:.2f}" for stage, times in matters.items() if times > _SLOWED]:
             found.append(
                 f"workers that computed on one device at the same time took so many times as long as alone: "
                 f"{', '.join(slow)}; reckoned with is what each takes alone, if they slow each other equally"
@@ -164,6 +166,8 @@ class Profile:
             return "memory: a number is negative"
         if any(LATER not in samples.measures for ways in self.handed.values() for samples in ways.values()):
             return f"handed: samples without the measure {LATER!r}"
+        if strange := [s for s, times in self.slowed.items() if s not in self.stages or not 0.99 < times < math.inf]:
+            return f"slowed: {strange[0]} was not measured, or took less time than by itself"
         if self.host is not None and not (self.host.cores >= 1 and 0.0 <= (self.host.others or 0.0) <= 1.0):
             return "host: expected at least 1 core, and a share of others between 0 and 1"
         parts = {f"stages.{s}.{p}": samples for s, parts in self.stages.items() for p, samples in parts.items()}

@@ -113,6 +113,9 @@ def test_what_is_no_profile_is_told_in_one_line(tmp_path):
         ({"steps": {**good["steps"], "total": 9}}, "steps: total is 9 s, but the samples add up to"),
         ({"steps": {"count": 0, "total": 0, "index": [], "seconds": []}}, "steps: count is 0"),
         ({"memory": {"cuda:0": {"peak": -1, "total": 1, "stages": []}}}, "memory: a number is negative"),
+        ({"slowed": {"targt": 2.0}}, "slowed: targt was not measured"),
+        ({"slowed": {"target": 0.5}}, "slowed: target was not measured, or took less time than by itself"),
+        ({"slowed": {"target": float("inf")}}, "slowed: target"),
         ({"host": {"cores": 0, "stages": []}}, "host: expected at least 1 core"),
         ({"host": {"cores": 1, "stages": [], "others": float("nan")}}, "host: expected at least 1 core"),
     ]:
@@ -142,6 +145,13 @@ def test_other_programs_and_times_that_drift_are_doubts():
         "the machine was not quiet: other programs used 34% of its CPU time",
         "service times were 25% longer in the second half of the run than in the first",
     ]
+
+
+def test_stages_that_slowed_each_other_are_named_where_their_time_matters():
+    profile = replace(recorded(4000).profile("", ""), slowed={"target": 1.8})
+    assert "target 1.80; reckoned with is what each takes alone" in profile.doubts()[-1]
+    few = replace(profile, steps=replace(profile.steps, total=1e3 * profile.steps.total))
+    assert few.doubts() == replace(profile, slowed={"target": 1.01}).doubts() == []
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
