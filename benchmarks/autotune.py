@@ -30,6 +30,7 @@ from benchmarks.autotuned_launches import OURS, THREADS, WAYS, Launches, at_once
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output, progress
 from dflash_pipe import BadInput
+from dflash_pipe.counted import counted
 from stages.target_model import load_truncated
 from stages.tuning import keep_tuning
 
@@ -243,11 +244,9 @@ def _print_launches(console: Console, rates: dict[str, Launches]) -> None:
 
 def _print_layers(console: Console, found: Mapping[str, dict[str, Any]], threads: int, stopped: bool) -> None:
     """The ways that have run. stopped: before all of them had."""
-    shapes = ", ".join(f"{rows} x {tokens}" for rows, tokens in SHAPES)
-    table = Table(
-        box=None, pad_edge=False, title=f"Gated DeltaNet layers, {shapes}, {threads} threads", title_justify="left"
-    )
-    for head in ("way", "errors", "wrong", "s of the cold rounds", "1 thread ms", f"{threads} threads ms", "s in all"):
+    shapes, at_once = ", ".join(f"{rows} x {tokens}" for rows, tokens in SHAPES), counted(threads, "thread")
+    table = Table(box=None, pad_edge=False, title=f"Gated DeltaNet layers, {shapes}, {at_once}", title_justify="left")
+    for head in ("way", "errors", "wrong", "s of the cold rounds", "1 thread ms", f"{at_once} ms", "s in all"):
         table.add_column(head, justify="left" if head == "way" else "right")
     said = []
     for way, r in found.items():
@@ -258,7 +257,7 @@ def _print_layers(console: Console, found: Mapping[str, dict[str, Any]], threads
         said += [f"{way}: {error}" for error in r["errors"][:3]]
     if found:
         console.print(table)
-        said.append(f"{next(iter(found.values()))['gpus']} GPU(s)")
+        said.append(counted(next(iter(found.values()))["gpus"], "GPU"))
     if _AGAIN in found:
         same = "the same bits" if found[OURS]["digest"] == found[_AGAIN]["digest"] else "OTHER bits"
         said[-1] += f"; {_AGAIN}: {same}"

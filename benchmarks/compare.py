@@ -135,9 +135,7 @@ def run(graph: Graph) -> Trial:
     if result.profile is None or result.timeline is None:
         raise BadInput(f"{graph.name}: {result.unmeasured}")
     if not result.profile.warm_up:
-        raise BadInput(
-            f"{graph.name}: all of its {result.profile.steps.count + 1} steps are warm-up: give more --steps"
-        )
+        raise BadInput(f"{graph.name}: all of its steps are warm-up: give more --steps")
     return Trial(result.profile, result.timeline, result.view, digests, "".join(weights[-1:]))
 
 

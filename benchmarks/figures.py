@@ -15,6 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from benchmarks.interval import Estimate
+from dflash_pipe.counted import counted
 from dflash_pipe.forecast_table import duration, unit_of
 from dflash_pipe.stats import BLOCKED, STARVED
 from dflash_pipe.trace import Depth, Timeline
@@ -116,7 +117,8 @@ def _timeline(ax: Axes, panel: Panel, seconds: float, scale: float) -> None:
         if inside.first <= end <= inside.last:
             ax.axvline((end - inside.first) * scale, color=_INK, linewidth=0.8, linestyle=(0, (2, 2)))
     steps = sum(inside.first < end <= inside.last for end in panel.ends)
-    ax.set_title(f"{panel.name}: {steps} steps end in this time", loc="left", size=9, weight="bold")
+    ended = f"{counted(steps, 'step')} end{'s' * (steps == 1)}"
+    ax.set_title(f"{panel.name}: {ended} in this time", loc="left", size=9, weight="bold")
     ax.set_yticks(list(rows.values()), list(rows))
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_xlim(0, seconds * scale)

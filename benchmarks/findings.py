@@ -11,6 +11,7 @@ from benchmarks.busy import device_busy
 from benchmarks.compare import Topology, difference, ratio
 from benchmarks.graphs import VARIANT, is_control
 from benchmarks.interval import Estimate
+from dflash_pipe.counted import counted
 from dflash_pipe.forecast import TRUSTED, Forecast, Options, predict
 from dflash_pipe.forecast_table import duration, figure, unit_of
 from dflash_pipe.graph import transport_of
@@ -23,6 +24,7 @@ __all__ = ["Findings", "found", "gpus_busy", "rates", "telling"]
 _MANY, _CLOSE = 5, 0.05
 # A stage that takes so much longer than in the first topology, and so much of the step, is worth a word.
 _LONGER, _MATTERS = 0.02, 0.01
+_DECIMALS = 2  # of a ratio; what they do not show is no difference
 _HEADS = (
     "topology",
     "GPUs",
@@ -95,8 +97,10 @@ def _sameness(compared: Sequence[Topology], differences: Sequence[str]) -> str:
     if differences:
         return "The topologies did NOT compute the same."
     first = compared[0].checked or compared[0].trials[0]
-    equal = [f"{len(first.digests)} digests"] * bool(first.digests) + ["the final weights"] * bool(first.weights)
+    equal = [counted(len(first.digests), "digest")] * bool(first.digests) + ["the final weights"] * bool(first.weights)
     runs = sum(len(topology.trials) + (topology.checked is not None) for topology in compared)
+    if runs == 1:
+        return "There was one run, which is compared with none."
     return f"All {runs} runs computed the same: {' and '.join(equal)} are equal."
 
 
@@ -117,18 +121,18 @@ def _headline(compared: Sequence[Topology], differences: Sequence[str]) -> str:
         return f"{first.name}: {duration(first.step.median)} a step."
     fastest, second, *_ = sorted(rivals, key=lambda topology: ratio(topology, first).median, reverse=True)
     lead = ratio(fastest, second)
-    if lead.low is not None and lead.low <= 1.0:
-        _, sure = _factor(lead)
+    if min(round(end, _DECIMALS) for end in (lead.median, lead.low) if end is not None) <= 1.0:
+        gain, sure = _factor(lead)
         return (
-            f"{fastest.name} and {second.name} cannot be told apart by {len(first.trials)} runs each: "
-            f"{fastest.name} is {sure} times as fast."
+            f"{fastest.name} and {second.name} cannot be told apart by {counted(len(first.trials), 'run')} each: "
+            f"{fastest.name} is {sure or gain} times as fast."
         )
     against = second if fastest is first else first
     gain, sure = _factor(ratio(fastest, against))
     return f"{fastest.name} is the fastest: {gain} times as fast as {against.name}{sure and f' ({sure})'}."
 
 
-def _factor(times: Estimate, decimals: int = 2) -> tuple[str, str]:
+def _factor(times: Estimate, decimals: int = _DECIMALS) -> tuple[str, str]:
     """How many times, and the ends of its interval."""
     sure = "" if times.low is None else f"{times.low:.{decimals}f} to {times.high:.{decimals}f}"
     return f"{times.median:.{decimals}f}", sure
@@ -208,8 +212,8 @@ def _remarks(compared: Sequence[Topology], forecasts: Sequence[Forecast], rows: 
         ahead, measured = topology.ahead, topology.middle.profile.steps.count * topology.graph.window
         if measured < _MANY * ahead and abs(topology.step.median / forecast.pace.step - 1) > _CLOSE:
             yield (
-                f"{topology.name} was measured over {measured} messages, and up to {ahead} may have been worked on "
-                "before that: it may look faster than it is (more --steps)"
+                f"{topology.name} was measured over {counted(measured, 'message')}, and up to {ahead} may have been "
+                "worked on before that: it may look faster than it is (more --steps)"
             )
 
 

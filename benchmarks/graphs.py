@@ -13,6 +13,7 @@ from dflash_pipe.check import check
 from dflash_pipe.graph import Graph, StageSpec, dataflow, load, transport_of
 from dflash_pipe.graph import difference as dataflow_difference
 from dflash_pipe.located import files_among
+from dflash_pipe.signals import leaving
 from dflash_pipe.what_if import is_whole
 
 __all__ = ["ALL", "VARIANT", "gpus", "inputs", "is_control", "loaded", "on_devices_of", "source", "with_digests"]
@@ -49,7 +50,8 @@ def loaded(arguments: Sequence[str], steps: int | None) -> list[Graph]:
 
 
 def _loaded(files: Sequence[str], overrides: Sequence[str], steps: int | None) -> Graph:
-    length = _length(load(files, overrides), steps)
+    with leaving():  # stages' modules are imported
+        length = _length(load(files, overrides), steps)
     graph = load(files, [*overrides, "snapshot=null", *length])
     check(graph)
     return graph

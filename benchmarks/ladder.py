@@ -20,6 +20,7 @@ from benchmarks.compare import Interrupted, Topology, run_in_turns
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output, progress
 from dflash_pipe.check import check, rate
+from dflash_pipe.counted import counted
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.graph import Graph, dump, load
 from dflash_pipe.profile import Part, Profile, Recorder
@@ -190,7 +191,7 @@ def ladder(
     worst, which = miss(rungs)
     console.print(described(), f"seconds a step, run at {scale:g} of them:", sep="\n", highlight=False, soft_wrap=True)
     if runs < repeat:
-        console.print(f"Stopped after {runs} of {repeat} runs of each rung.", highlight=False)
+        console.print(f"Stopped after {runs} of {counted(repeat, 'run')} of each rung.", highlight=False)
     console.print(_table(rungs, scale))
     met = "met" if worst <= GOAL else "missed"
     console.print("\nwhat the published time of each is, and what decides it by the forecast:")

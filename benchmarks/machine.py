@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_pipe import BadInput
+from dflash_pipe.counted import counted
 
 __all__ = ["Out", "cores", "described", "keep", "processor", "record"]
 
@@ -44,7 +45,7 @@ def described() -> str:
     """The machine in one line."""
     system = f"{platform.system()} {platform.release()}"
     gpus = ", ".join(f"{count} x {name}" for name, count in Counter(_gpus()).items()) or "no GPU"
-    return f"{processor()}, {cores()} cores, {gpus}, {system}, Python {platform.python_version()}"
+    return f"{processor()}, {counted(cores(), 'core')}, {gpus}, {system}, Python {platform.python_version()}"
 
 
 def record() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.terminal import output
 from dflash_pipe import BadInput
+from dflash_pipe.counted import counted
 from dflash_pipe.errors import nearest
 from stages.dflash_loss import LossConfig, Supervision, block_inputs, block_loss
 from stages.dflash_masks import Attention
@@ -212,6 +213,7 @@ def parity(
     console = output()
     console.print(table)
     bad = [d for d in found if not d.good]
-    console.print(f"{len(found)} quantities of {len({d.case for d in found})} cases compared, {len(bad)} differ")
+    quantities, differ = counted(len(found), "quantity", "quantities"), counted(len(bad), "differs", "differ")
+    console.print(f"{quantities} of {counted(len({d.case for d in found}), 'case')} compared, {differ}")
     if bad:
         raise typer.Exit(1)

@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output
 from dflash_pipe import BadInput
+from dflash_pipe.counted import counted
 from stages.arrow_rows import ArrowRows
 from stages.arrow_shards import SCHEMA
 
@@ -209,7 +210,7 @@ def rows(
             costs.append(measure(way, file, count, reads))
     ours = next(cost for cost in costs if cost.way == _OURS)
     good = ours.handed_out <= MICROSECONDS and (ours.resident is None or ours.resident <= IN_MEMORY)
-    _print(console, costs, f"{count:,} rows of {tokens:,} tokens, {size / 1e6:,.0f} MB")
+    _print(console, costs, f"{counted(count, 'row')} of {counted(tokens, 'token')}, {size / 1e6:,.0f} MB")
     for way in WAYS:
         if way not in installed:
             console.print(f"not run: {way} (not installed: pip install datasets)", highlight=False)
@@ -231,6 +232,6 @@ def _print(console: Console, costs: list[Cost], about: str) -> None:
     for cost in costs:
         resident = "not known" if cost.resident is None else f"{cost.resident:.2f}"
         times = (f"{cost.handed_out:.2f}", f"{cost.in_batch:.2f}", f"{cost.opened:.2f}")
-        table.add_row(cost.way, *times, resident, f"of {cost.rows:,} rows")
+        table.add_row(cost.way, *times, resident, f"of {counted(cost.rows, 'row')}")
     console.print(described(), about, sep="\n", highlight=False)
     console.print(table)

@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output
 from dflash_pipe import BadInput
+from dflash_pipe.counted import counted
 
 __all__ = ["GOAL", "WAYS", "Gradients", "Grid", "concluded", "factors", "sync"]
 
@@ -211,14 +212,13 @@ def sync(
     seconds = _ways(Gradients(numbers, count, devices, pinned=gpus > 0), gpus, repeats)
     grid = factors(numbers, (1, count, 1000), devices[0], repeats)
     console = output()
-    size = f"{numbers:,} {str(_DTYPE).removeprefix('torch.')} gradients in {count} tensors, on {' and '.join(devices)}"
+    size = f"{numbers:,} {str(_DTYPE).removeprefix('torch.')} gradients in {counted(count, 'tensor')}"
+    size += f", on {' and '.join(devices)}"
     console.print(described(), size, sep="\n", highlight=False)
     _print(console, seconds, grid)
     for way, (_, needed) in WAYS.items():
         if way not in seconds:
-            console.print(
-                f"not run: {way} (needs {needed} GPU{'s' * (needed > 1)}, this machine has {gpus})", highlight=False
-            )
+            console.print(f"not run: {way} (needs {counted(needed, 'GPU')}, this machine has {gpus})", highlight=False)
     gain = seconds[_PER_PARAMETER] / seconds[_PINNED] if _PINNED in seconds else None
     if gain is not None:
         met = ("met" if gain >= GOAL else "missed") if stated else f"stated for {_GPU_SIZE:,} gradients"

@@ -32,6 +32,7 @@ from benchmarks.compare import clear
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output
 from dflash_pipe import BadInput, Context
+from dflash_pipe.counted import counted
 from stages.model_source import text_config
 from stages.target_model import load_truncated, shortened
 from stages.truncated_target import TruncatedTarget
@@ -265,9 +266,8 @@ def target(
         clear()
         fused = load(model, layers)
         plain = TruncatedTarget(fused.decoder, fused.layers, plain=True)
-        console.print(
-            f"{model}, {layers} layers, {fused.forward}, {operations(fused) / 1e9:.2f} GFLOP a token; ", end=""
-        )
+        work = f"{operations(fused) / 1e9:.2f} GFLOP a token"
+        console.print(f"{model}, {counted(layers, 'layer')}, {fused.forward}, {work}; ", end="")
         console.print(f"matmul rate of the cool card {cool / 1e12:.0f} TFLOP/s", highlight=False)
         cases = {}
         for shape in chosen:

@@ -26,6 +26,7 @@ from benchmarks.machine import Out, described, keep
 from benchmarks.target import FUSED, GRAPH, Shape, load, random_batch
 from benchmarks.terminal import output
 from dflash_pipe import BadInput, Context
+from dflash_pipe.counted import counted
 from stages.truncated_target import TruncatedTarget
 from stages.tuning import prepare_kernels
 
@@ -126,7 +127,8 @@ def targets(
     chosen = [Shape.parse(text) for text in shapes or _SHAPES]
     count = torch.cuda.device_count()
     if count < 2:
-        raise BadInput(f"this machine has {count} GPUs, and one target is set against several", "command line")
+        have = counted(count, "GPU")
+        raise BadInput(f"this machine has {have}, and one target is set against several", "command line")
     console = output()
     console.print(described(), highlight=False)
     with tempfile.TemporaryDirectory() as folder:

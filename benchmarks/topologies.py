@@ -24,6 +24,7 @@ from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output, progress
 from dflash_pipe import BadInput
 from dflash_pipe.cli import writable
+from dflash_pipe.counted import counted
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration, figure
 from dflash_pipe.graph import Graph
@@ -132,7 +133,8 @@ def _measured(
     except Interrupted as early:
         ran = early.topologies
         left = ", ".join(graph.name for graph in graphs if graph not in [topology.graph for topology in ran])
-        said = f"Stopped after {len(ran[0].trials)} of {max(repeat, 1)} timed runs of each{left and f', before {left}'}"
+        of_each = f"{counted(max(repeat, 1), 'timed run')} of each{left and f', before {left}'}"
+        said = f"Stopped after {len(ran[0].trials)} of {of_each}"
         return ran, [], said + (", because a run failed." if early.failure else "."), early.failure
     try:
         if profile_stages:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from types import NoneType, UnionType
 from typing import Any
 
+from dflash_pipe.counted import counted
 from dflash_pipe.errors import BadInput
-from dflash_pipe.graph import ChannelSpec, Graph
-from dflash_pipe.laws import bad, each, feeding, owner, rate, reach
+from dflash_pipe.graph import ChannelSpec, Graph, PortRef
+from dflash_pipe.laws import bad, each, feeding, in_to, owner, rate, reach
 from dflash_pipe.placement import PLACEMENT
 
 __all__ = ["check", "rate"]
@@ -31,16 +32,16 @@ def check(graph: Graph) -> None:
 
 
 def _every_port_is_fed_once(graph: Graph) -> None:
-    fed: dict[str, str] = {}
+    fed: dict[PortRef, ChannelSpec] = {}
     for channel in graph.channels.values():
-        for to in map(str, channel.receivers):
+        for to in channel.receivers:
             if to in fed:
-                other = ("channels", fed[to], "to")
-                raise bad(graph, channel, f"port {to} is fed by channel {fed[to]!r} already", "to", other)
-            fed[to] = channel.name
+                line = f"port {to} is fed by channel {fed[to].name!r} already"
+                raise bad(graph, channel, line, *in_to(channel, to), *in_to(fed[to], to))
+            fed[to] = channel
     for stage in graph.stages.values():
         for port in stage.signature.inputs:
-            if f"{stage.name}.{port}" not in fed:
+            if PortRef(stage.name, port) not in fed:
                 ends = each("channels", graph.channels, "to")
                 raise bad(graph, stage, f"no channel feeds its port {port!r}", "use", ("channels",), *ends)
 
@@ -82,7 +83,7 @@ def _rates_agree(graph: Graph) -> None:
         for to in c.receivers:
             if c.per == "message" and graph.stages[to.stage].signature.inputs[to.port].gather:
                 line = f"{to} gathers one payload from each replica, so the channel must be per: window"
-                raise bad(graph, c, line, "per", "to", ("stages", to.stage, "use"))
+                raise bad(graph, c, line, "per", *in_to(c, to), ("stages", to.stage, "use"))
         if c.broadcast and c.per == "message":
             line = "broadcast is for per: window channels (every replica would compute every message)"
             raise bad(graph, c, line, "broadcast", "per")
@@ -100,7 +101,7 @@ def _types_agree(graph: Graph) -> None:
             port, sent = graph.stages[to.stage].signature.inputs[to.port].type, _sent(graph, c)
             if not _accepts(port, sent):
                 line = f"{c.sender} sends {_named(sent)}, but {to} receives {_named(port)}"
-                raise bad(graph, c, line, "to", "from", "per", *each("stages", (c.sender, to.stage), "use"))
+                raise bad(graph, c, line, *in_to(c, to), "from", "per", *each("stages", (c.sender, to.stage), "use"))
 
 
 def _accepts(port: Any, sent: Any) -> bool:
@@ -214,11 +215,12 @@ def _nothing_waits_for_ever(graph: Graph) -> None:
         whole_window = c.per == "window" and c.initial == 0 and waits
         if messages is not None and messages < max(c.group, graph.window if whole_window else 1):
             need = f"a group of {c.group}" if c.group > 1 else f"a window of {graph.window}"
-            line = f"credits: {messages} messages never make {need}"
+            line = f"credits: {counted(messages, 'message')} cannot make {need}"
             raise bad(graph, c, line, ("credits", "messages"), "group", ("window",), "per")
         # The last window's messages must be in a whole group with `windows` windows admitted.
         if windows is not None and graph.window % c.group and (windows - 1) * graph.window < c.group - 1:
-            line = f"credits: {windows} windows of {graph.window} never complete the last group of {c.group}"
+            admitted = f"{counted(windows, 'window')} of {graph.window}"
+            line = f"credits: {admitted} cannot complete the last group of {c.group}"
             raise bad(graph, c, line, ("credits", "windows"), "group", ("window",))
 
 

@@ -22,6 +22,7 @@ from rich.console import Console, RenderableType
 
 from dflash_pipe.check import check as check_graph
 from dflash_pipe.closing import closing_lines
+from dflash_pipe.counted import counted
 from dflash_pipe.display import Display
 from dflash_pipe.errors import BadInput, Missing
 from dflash_pipe.forecast import Options
@@ -39,6 +40,7 @@ from dflash_pipe.profile import load as load_profile
 from dflash_pipe.profile import save as save_profile
 from dflash_pipe.run_folder import RunFolder, fresh
 from dflash_pipe.runtime import Result, Run
+from dflash_pipe.signals import leaving
 from dflash_pipe.snapshot import has_snapshot, newest
 from dflash_pipe.snapshot import read as read_snapshot
 from dflash_pipe.splits import SPLIT_BEGINS, ranked, splits_table, written
@@ -121,7 +123,8 @@ def check(graphs: Graphs = None) -> None:
     cannot = "; ".join(filter(None, map(too_much, needs)))
     said = "all sound" if estimated is not None else "sound, as far as can be told without what is not here"
     said = f"sound, but it cannot run on this machine: {cannot}" if cannot else said
-    print(f"{', '.join(graph.files)}: {len(graph.stages)} stages on {len(laid_out.workers)} workers, {said}")
+    stages, workers = counted(len(graph.stages), "stage"), counted(len(laid_out.workers), "worker")
+    print(f"{', '.join(graph.files)}: {stages} on {workers}, {said}")
 
 
 @app.command()
@@ -153,9 +156,9 @@ def predict(
     except BadInput as error:
         raise error.at(str(profile)) from error
     _show(table)
-    if write is not None:
+    if write is not None and gpus is not None:
         if splits[0].forecast is None:
-            raise BadInput(f"no split of {gpus} GPUs is possible: {splits[0].refusal}", "command line")
+            raise BadInput(f"no split of {counted(gpus, 'GPU')} is possible: {splits[0].refusal}", "command line")
         write.write_text(written(splits[0], files_among(graphs or []), write.parent))
         print(f"written: {write} ({splits[0]})")
 
@@ -184,7 +187,8 @@ def opened(arguments: list[str], *, elsewhere: bool = False) -> Graph:
     files = files_among(arguments)
     if not files:
         raise BadInput("no graph file given (for example graphs/overlapped.yaml)", "command line")
-    graph = load(files, [a for a in arguments if a not in files], elsewhere=elsewhere)
+    with leaving():  # stages' modules are imported
+        graph = load(files, [a for a in arguments if a not in files], elsewhere=elsewhere)
     check_graph(graph)
     return graph
 
@@ -275,7 +279,9 @@ def _stopping_after(seconds: float | None, running: Run) -> Iterator[None]:
 def _closing_lines(result: Result, folder: Path) -> Iterator[str]:
     yield from result.account.splitlines()
     if result.unfinished:
-        yield f"{result.unfinished} micro-batches of a last window that was not full were not stepped"
+        left = counted(result.unfinished, "micro-batch", "micro-batches")
+        none = "" if result.cursor is not None else "; no step was made"
+        yield f"not stepped: {left} of a last window that was not full{none}"
     if result.left_behind:
         yield f"still computing when the run was given up: {', '.join(result.left_behind)}"
     if result.cancelled:
@@ -315,7 +321,7 @@ def failures_to_exit_codes() -> Iterator[None]:
     except BaseExceptionGroup as failures:
         bad, other = failures.split(BadInput)
         if bad is not None and other is None:
-            for line in dict.fromkeys(str(leaf) for leaf in _leaves(bad)):
+            for line in {leaf.args: str(leaf) for leaf in _leaves(bad)}.values():  # one for what several replicas met
                 print(line, file=sys.stderr)
             _leave(2)
         for failure in failures.exceptions:  # the group's own frames are only this command's
@@ -336,7 +342,3 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 def _leave(code: int) -> None:
     raise SystemExit(code)
-
-
-if __name__ == "__main__":
-    main()

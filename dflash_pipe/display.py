@@ -71,7 +71,8 @@ class Display:
 
     def _refresh(self) -> None:
         try:
-            self._written(self._draw)
+            if self._live:  # a plain line would say nothing yet
+                self._written(self._draw)
             while not self._stop.wait(self._every):
                 self._written(self._draw)
         except Exception as failure:  # kept for __exit__: the run goes on without a picture

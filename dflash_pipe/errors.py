@@ -2,7 +2,8 @@
 
 Exception
 ├── BadInput          YAML, data, checkpoint or command line: one line, exit code 2
-│   └── Missing       a file or a model that is not here, at least not now
+│   ├── Missing       a file or a model that is not here, at least not now
+│   └── BadSnapshot   a cursor or a state in a snapshot that is none of its stage's
 ├── EndOfChannel      normal end: every sender closed and the channel is drained
 ├── BrokenChannel     the peer is gone: nobody will ever receive what is sent
 ├── Stalled           every worker waits on a channel and nothing moves
@@ -14,26 +15,40 @@ BaseException
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["BadInput", "BrokenChannel", "Cancelled", "EndOfChannel", "Missing", "Stalled", "nearest", "nearest_file"]
+__all__ = [
+    "BadInput",
+    "BadSnapshot",
+    "BrokenChannel",
+    "Cancelled",
+    "EndOfChannel",
+    "Missing",
+    "Stalled",
+    "nearest",
+    "nearest_file",
+    "noted",
+]
 
 
 class BadInput(Exception):
-    """Something the user gave is wrong. `str()` is one line: where, what is wrong, what was expected.
+    """Something the user gave is wrong. `str()` is one line: where, what is wrong, what was expected, who met it.
 
     `where` is `file:line`, `file: row N`, or `command line`; empty where no place is known yet (the caller that
-    knows it adds it with `at`).
+    knows it adds it with `at`). `met_by` is the stage that it came from at work, with its worker and message, or empty.
     """
 
     def __init__(self, message: str, where: str = "") -> None:
         super().__init__(message, where)
         self.message = message
         self.where = where
+        self.met_by = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.message}" if self.where else self.message
+        line = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{line}; in {self.met_by}" if self.met_by else line
 
     def at(self, where: str, prefix: str = "") -> BadInput:
         """The same complaint with its place, unless it has one already."""
@@ -44,6 +59,11 @@ class BadInput(Exception):
 
 class Missing(BadInput):
     """What is named may be right, but is not here: data that is not prepared, a model that cannot be fetched now."""
+
+
+class BadSnapshot(BadInput):
+    """A cursor or a state that is none of its stage's, because it is damaged or of other data. Raised by the stage; the
+    run adds where the snapshot is."""
 
 
 class EndOfChannel(Exception):
@@ -79,3 +99,13 @@ def nearest_file(path: Path) -> str:
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, beside, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+@contextmanager
+def noted(place: str) -> Iterator[None]:
+    """What fails inside gets a note that says where: for a stage that is asked outside of any worker."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {place}")
+        raise

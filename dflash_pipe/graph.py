@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pydantic_core
 
-from dflash_pipe.errors import BadInput, nearest
+from dflash_pipe.errors import BadInput, nearest, noted
 from dflash_pipe.keys import ChannelKeys, CreditsKeys, GraphKeys, WorkerKeys, validate
 from dflash_pipe.located import Located, at, dumps, located, overlay, plain, read, under
 from dflash_pipe.names import missing, override, resolve, used
@@ -81,6 +81,11 @@ class StageSpec:
         made = self.make(**parameters) if inspect.isclass(self.make) else FunctionStage(self.make, **parameters)
         assert isinstance(made, Stage)
         return made
+
+    def check(self, replicas: int) -> None:
+        """Whether a stage that is built so can work: raises what its own `check` raises."""
+        with noted(f"stage {self.name}: check"):
+            self.build().check(replicas)
 
 
 @dataclass(frozen=True)
@@ -254,15 +259,17 @@ def _named_devices(keys: GraphKeys) -> Iterator[str]:
 def _worker(places: Places, name: str, keys: WorkerKeys, transport: Transport) -> WorkerSpec:
     path = ("workers", name)
 
+    def resolved(device: str, *where: str | int) -> str:
+        try:
+            return transport.resolve(device)
+        except BadInput as error:
+            raise error.at(*at(places.tree, (*path, "device", *where))) from error
+
     def devices(stage: str) -> tuple[str, ...]:
         written = keys.device.get(stage, keys.device.get("*", "auto"))
-        where, shown = at(places.tree, (*path, "device", stage))
-        try:
-            if isinstance(written, str):
-                return (transport.resolve(written),) * keys.replicas
-            return tuple(transport.resolve(device) for device in written)
-        except BadInput as error:
-            raise error.at(where, shown) from error
+        if isinstance(written, str):
+            return (resolved(written, stage),) * keys.replicas
+        return tuple(resolved(device, stage, number) for number, device in enumerate(written))
 
     for stage in keys.device:
         if stage != "*" and stage not in keys.stages:
@@ -297,7 +304,7 @@ def _stage(places: Places, name: str, use: str, replicas: int) -> StageSpec:
         raise missing(tree, name, absent)
     spec = StageSpec(name, use, made, parameters, sig, where)
     try:
-        spec.build().check(replicas)
+        spec.check(replicas)
     except (BadInput, ValueError) as error:
         said = " ".join(str(error).split())
         raise BadInput(f"stages.{name}: {said}", places.of_stage(name, said)) from error
@@ -309,13 +316,13 @@ def _channel(places: Places, name: str, keys: ChannelKeys, stages: dict[str, Sta
     if keys.from_ not in stages:
         where = places.of((*path, "from"), ("stages",))
         raise BadInput(f"channels.{name}.from: no stage {keys.from_!r}{nearest(keys.from_, stages)}", where)
-    where, shown = at(places.tree, (*path, "to"))
 
-    def port(written: str) -> PortRef:
+    def port(number: int, written: str) -> PortRef:
+        where, shown = at(places.tree, (*path, "to", number))
         stage, dot, name = written.partition(".")
         if stage not in stages:
             line = f"{shown}: no stage {stage!r}{nearest(stage, stages)}"
-            raise BadInput(line, places.of((*path, "to"), ("stages",)))
+            raise BadInput(line, places.of((*path, "to", number), (*path, "to"), ("stages",)))
         ports = stages[stage].signature.inputs
         later = places.later(where, stages[stage].where)
         if not ports:
@@ -329,8 +336,8 @@ def _channel(places: Places, name: str, keys: ChannelKeys, stages: dict[str, Sta
     return ChannelSpec(
         name=name,
         sender=keys.from_,
-        receivers=tuple(map(port, keys.to)),
+        receivers=tuple(port(number, written) for number, written in enumerate(keys.to)),
         capacity=Capacity(keys.capacity.items, keys.capacity.bytes),
-        where=where,
+        where=places.of((*path, "to")),
         **keys.model_dump(include={"per", "broadcast", "initial", "group"}),
     )

@@ -20,6 +20,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic_core import ErrorDetails
 
 from dflash_pipe.errors import BadInput, nearest
 from dflash_pipe.located import SECTIONS, Located, at, plain, under
@@ -166,10 +167,13 @@ def validate(kind: Any, tree: Located, path: tuple[str, ...]) -> Any:
         raise _complaint(tree, path, error) from None
 
 
+_OF_KEYS = ("missing", "string_pattern_mismatch")
+
+
 def _complaint(tree: Located, path: tuple[str, ...], error: ValidationError) -> BadInput:
     """The first thing that is wrong; the branches of a union are told together."""
     errors = error.errors(include_url=False)
-    first = errors[0]
+    first = _furthest(tree, path, errors)
     loc = (*path, *first["loc"])
     where, shown = at(tree, loc)
     shown = f"{shown}: " if shown else ""
@@ -193,6 +197,15 @@ def _complaint(tree: Located, path: tuple[str, ...], error: ValidationError) -> 
     for pydantic_says, yaml_says in _WORDS.items():
         said = said.replace(pydantic_says, yaml_says)
     return BadInput(f"{shown}{said[:1].lower()}{said[1:]}, got {_shown(given)}", where)
+
+
+def _furthest(tree: Located, path: tuple[str, ...], errors: list[ErrorDetails]) -> ErrorDetails:
+    """The first complaint; of a union that of the branch which got furthest into what is written."""
+    first, loc = errors[0], errors[0]["loc"]
+    if first["type"] in _OF_KEYS or at(tree, (*path, *loc)) != at(tree, (*path, *loc[:-1])):  # the last part is written
+        return first
+    branches = [each for each in errors if each["loc"][: len(loc) - 1] == loc[:-1]]
+    return max(branches, key=lambda each: at(tree, (*path, *each["loc"]))[1].count("."))
 
 
 def _nothing_to_lay_over(tree: Located, section: str, name: str, key: str) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from dflash_pipe.errors import BadInput
-from dflash_pipe.graph import ChannelSpec, Graph, StageSpec, WorkerSpec
+from dflash_pipe.graph import ChannelSpec, Graph, PortRef, StageSpec, WorkerSpec
 
-__all__ = ["KeyPath", "bad", "each", "feeding", "inputs_of", "owner", "rate", "reach"]
+__all__ = ["KeyPath", "bad", "each", "feeding", "in_to", "inputs_of", "listed", "owner", "rate", "reach"]
 
-KeyPath = tuple[str, ...]
+KeyPath = tuple[str | int, ...]  # a number: an entry of a list
 _Spec = ChannelSpec | StageSpec | WorkerSpec
 
 
@@ -41,6 +41,21 @@ def bad(graph: Graph, what: _Spec, message: str, *keys: str | KeyPath) -> BadInp
 def each(section: str, names: Iterable[str], key: str) -> list[KeyPath]:
     """The paths of one key in several entries."""
     return [(section, name, key) for name in names]
+
+
+def listed(worker: WorkerSpec, stage: str) -> KeyPath:
+    """The path of a stage among its worker's, the last one if it is there twice."""
+    return ("workers", worker.name, "stages", _last(worker.stages, stage))
+
+
+def in_to(channel: ChannelSpec, to: PortRef) -> list[KeyPath]:
+    """The paths of one receiver of a channel, which is an entry of a list or all that is written."""
+    path = ("channels", channel.name, "to")
+    return [(*path, _last(channel.receivers, to)), path]
+
+
+def _last(entries: Sequence[object], entry: object) -> int:
+    return max(number for number, each in enumerate(entries) if each == entry)
 
 
 def feeding(graph: Graph, stage: str, key: str) -> list[KeyPath]:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_pipe.errors import BadInput
+from dflash_pipe.counted import counted
+from dflash_pipe.errors import BadInput, noted
 from dflash_pipe.graph import Graph
 from dflash_pipe.in_flight import around, downstream, messages, upstream
 from dflash_pipe.plan import Plan, WorkerPlan, stage_order
@@ -68,7 +69,7 @@ def estimate(plan: Plan) -> list[Need]:
         if station.stage in untold:
             unknown[station.device].append(name)
     for device, name, count, size in messages(plan, prints):
-        parts[device].append((f"{name}: {count} message{'s' * (count > 1)} of {amount(size)}", count * size))
+        parts[device].append((f"{name}: {counted(count, 'message')} of {amount(size)}", count * size))
     turns = _turns(plan)
     needs = []
     for device in dict.fromkeys((*(station.device for _, station in stations), "cpu")):
@@ -157,8 +158,11 @@ def _footprint(graph: Graph, worker: WorkerPlan, device: str, stage: str, told: 
         window=graph.window,
     )
     try:
-        said: Footprint = built.footprint(context, told)
+        with noted(f"worker {worker.name}: {stage} footprint"):
+            said: Footprint = built.footprint(context, told)
     except BadInput as error:
+        if error.where:  # which need not be a place in the graph
+            error.met_by = f"stage {stage} (worker {worker.name}, footprint)"
         raise error.at(graph.places.of_stage(stage, error.message), f"stages.{stage}") from error
     return said
 

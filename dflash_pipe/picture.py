@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dflash_pipe.counted import counted
 from dflash_pipe.stats import ChannelLoad, View, WorkerShares
 
 __all__ = ["closing_table", "live_view", "plain_line", "scalars", "unpadded"]
@@ -89,7 +90,7 @@ def _table(*columns: str) -> Table:
 
 
 def _headline(view: View) -> str:
-    windows = f"{view.window:,} windows in " if view.window else ""
+    windows = f"{counted(view.window, 'window')} in " if view.window else ""
     return f"{view.run} · {windows}{_clock(view.elapsed)}"
 
 

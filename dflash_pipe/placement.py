@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from dflash_pipe.counted import counted
 from dflash_pipe.errors import BadInput, nearest
 from dflash_pipe.graph import Graph, WorkerSpec
-from dflash_pipe.laws import bad, each, feeding, inputs_of, owner, rate, reach
+from dflash_pipe.laws import KeyPath, bad, each, feeding, in_to, inputs_of, listed, owner, rate, reach
 
 __all__ = ["PLACEMENT"]
 
@@ -22,10 +23,10 @@ def _every_stage_has_a_worker(graph: Graph) -> None:
         for stage in worker.stages:
             if stage not in graph.stages:
                 line = f"no stage {stage!r}{nearest(stage, graph.stages)}"
-                raise bad(graph, worker, line, "stages", ("stages",))
+                raise bad(graph, worker, line, listed(worker, stage), ("stages",))
             if stage in place:
                 line = f"stage {stage!r} is on worker {place[stage].name!r} already"
-                raise bad(graph, worker, line, "stages", ("workers", place[stage].name, "stages"))
+                raise bad(graph, worker, line, listed(worker, stage), listed(place[stage], stage))
             place[stage] = worker
     for spec in graph.stages.values():
         if spec.name not in place:
@@ -40,12 +41,12 @@ def _workers_suit_their_stages(graph: Graph) -> None:
             use = ("stages", name, "use")
             if graph.stages[name].signature.is_async and w.kind != "async":
                 line = f"{name} is `async def`, so the worker needs kind: async"
-                raise bad(graph, w, line, "kind", "stages", use)
+                raise bad(graph, w, line, "kind", listed(w, name), use)
             if w.kind == "async" and not graph.stages[name].signature.is_async:
                 line = f"kind: async, but {name} is not `async def`: it would hold up the event loop"
-                raise bad(graph, w, line, "kind", "stages", use)
+                raise bad(graph, w, line, "kind", listed(w, name), use)
             if len(w.device[name]) != w.replicas:
-                line = f"{len(w.device[name])} devices for {w.replicas} replicas of {name}"
+                line = f"{counted(len(w.device[name]), 'device')} for {counted(w.replicas, 'replica')} of {name}"
                 raise bad(graph, w, line, "replicas", "device")
     turns = Counter(w.turn for w in graph.workers.values() if w.turn is not None for _ in range(w.replicas))
     for w in graph.workers.values():
@@ -58,12 +59,15 @@ def _coroutines_share_a_device(graph: Graph) -> None:
     """They share a thread, and what is computed on is a matter of the thread."""
     first: tuple[str, str] | None = None
     for w in graph.workers.values():
-        for device in [d for name in w.stages for d in w.device[name]] if w.kind == "async" else []:
+        devices = [(name, number) for name in w.stages for number in range(w.replicas)] if w.kind == "async" else []
+        for name, number in devices:
+            device = w.device[name][number]
             first = first or (w.name, device)
             if device != first[1]:
                 line = f"kind: async, on {device}, but {first[0]!r} is on {first[1]}: they share a thread"
+                own: KeyPath = ("workers", w.name, "device")
                 keys = [*each("workers", (w.name, first[0]), "device"), *each("workers", (w.name, first[0]), "kind")]
-                raise bad(graph, w, line, *keys)
+                raise bad(graph, w, line, (*own, name, number), (*own, name), (*own, number), *keys)
 
 
 def _replicas_keep_the_result(graph: Graph) -> None:
@@ -76,7 +80,7 @@ def _replicas_keep_the_result(graph: Graph) -> None:
         for name in w.stages:
             inputs, signature = inputs_of(graph, name), graph.stages[name].signature
             windowed = signature.window_output is not None or any(c.per == "window" for c, _ in inputs)
-            keys = ("replicas", "stages", ("stages", name, "use"))
+            keys = ("replicas", listed(w, name), ("stages", name, "use"))
             if signature.source:
                 raise bad(graph, w, f"source {name} cannot be replicated: there is one stream", *keys)
             if signature.stateful:
@@ -92,7 +96,7 @@ def _replicas_keep_the_result(graph: Graph) -> None:
                 raise bad(graph, w, line, "take", *keys)
             if windowed and graph.window % w.replicas:
                 line = f"window: {graph.window} cannot be dealt evenly to {w.replicas} replicas of {name}"
-                raise bad(graph, w, line, "replicas", ("window",), "stages")
+                raise bad(graph, w, line, "replicas", ("window",), listed(w, name))
             if windowed and w.order == "completion":
                 line = f"order: completion, but what {name} sends once a window is gathered in replica order"
                 raise bad(graph, w, line, "order", *keys)
@@ -106,13 +110,13 @@ def _replicas_meet_at_ports(graph: Graph) -> None:
             sending, receiving = each("workers", (sender.name, receiver.name), "replicas")
             if c.per == "window" and sender.replicas > 1 and not gather:
                 line = f"{c.sender} has {sender.replicas} replicas, but {to} does not gather (tuple[X, ...])"
-                raise bad(graph, c, line, sending, "to", "per", ("stages", to.stage, "use"))
+                raise bad(graph, c, line, sending, *in_to(c, to), "per", ("stages", to.stage, "use"))
             if c.per == "window" and receiver.replicas > 1 and not c.broadcast:
                 line = f"{to.stage} has {receiver.replicas} replicas that all need it: broadcast: true"
-                raise bad(graph, c, line, "broadcast", receiving, "to", "per")
+                raise bad(graph, c, line, "broadcast", receiving, *in_to(c, to), "per")
             if sender.order == "completion" and sender is not receiver and receiver.replicas > 1:
                 line = f"{c.sender} sends in order: completion, which several replicas cannot receive"
-                raise bad(graph, c, line, ("workers", sender.name, "order"), receiving, "to")
+                raise bad(graph, c, line, ("workers", sender.name, "order"), receiving, *in_to(c, to))
     for w in graph.workers.values():
         if w.order == "completion":
             for name in set().union(*(reach(graph, stage) for stage in w.stages)):

@@ -28,20 +28,20 @@ class Places:
         """Of places the one that was laid last; of those in one file the first that is given."""
         return max(places, key=self._layer, default="")
 
-    def of(self, *paths: Sequence[str], otherwise: str = "") -> str:
-        """The place of the key that was laid last; of those in one file the first that is given: the likeliest. A
-        section stands for its last null. otherwise: if none of the keys is written."""
+    def of(self, *paths: Sequence[str | int], otherwise: str = "") -> str:
+        """The place of the key, or entry of a list, that was laid last; of those in one file the first that is given:
+        the likeliest. A section stands for its last null. otherwise: if none of them is written."""
         found = (at(self.tree, path) for path in paths)
-        written = [where for (where, shown), path in zip(found, paths, strict=True) if shown == ".".join(path)]
+        written = [w for (w, shown), path in zip(found, paths, strict=True) if shown == ".".join(map(str, path))]
         return self.later(*written) or otherwise
 
     def of_stage(self, stage: str, said: str) -> str:
-        """Of a stage's own complaint: the place of a key that it names, or else of the key that was laid last."""
+        """Of a stage's own complaint: the place of a key that it names, in a list of the entry that it names first, or
+        else of the key that was laid last."""
         plain = re.sub(r"'[^']*'|\S*/\S*", "", said)  # what is quoted, and paths, are values
         written, words = under(self.tree, "stages", stage, "with"), re.findall(r"\w+", plain)
-        named: list[tuple[str, ...]] = [
-            ("stages", stage, "with", key) for word in words for key in (word, f"{word}s") if key in written
-        ]
+        keys = [key for word in words for key in (word, f"{word}s") if key in written]
+        named: list[tuple[str | int, ...]] = [("stages", stage, "with", k, *_entry(written[k], said)) for k in keys]
         if {"replica", "replicas"} & {*words}:
             named += [("workers", name, "replicas") for name in self._owners(stage)]
         every = [("stages", stage, "with", key) for key in written]
@@ -58,3 +58,11 @@ class Places:
         if where == COMMAND_LINE:
             return len(self.files)
         return self.files.index(file) if file in self.files else -1
+
+
+def _entry(written: Located, said: str) -> tuple[int, ...]:
+    """The number of that entry of a list which a complaint names first; of what is no list, or not named, nothing."""
+    entries = [str(entry.value) for entry in written.value] if isinstance(written.value, list) else []
+    named = {number: re.search(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\S)", said) for number, text in enumerate(entries)}
+    begins = {number: match.start() for number, match in named.items() if match and match[0]}
+    return (min(begins, key=begins.__getitem__),) if begins else ()

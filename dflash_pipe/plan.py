@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_pipe.counted import counted
 from dflash_pipe.graph import ChannelSpec, Graph, PortRef, WorkerSpec
 from dflash_pipe.laws import bad, each, owner, rate
 
@@ -127,10 +128,10 @@ class Plan:
         for r in self.routes:
             capacity = str(r.channel.capacity.items) if r.kind != "local" else "-"
             if r.channel.capacity.bytes and r.kind != "local":
-                capacity += f", {r.channel.capacity.bytes:,} bytes"
+                capacity += f", {counted(r.channel.capacity.bytes, 'byte')}"
             channels.append((r.name, r.channel.sender, str(r.to), r.channel.per, _how(r), capacity, _notes(r)))
         limits = self.graph.credits
-        credit = [f"{n} {what}" for n, what in ((limits.messages, "messages"), (limits.windows, "windows")) if n]
+        credit = [counted(n, what) for n, what in ((limits.messages, "message"), (limits.windows, "window")) if n]
         head = f"graph {self.graph.name}: window of {self.graph.window}, seed {self.graph.seed}"
         head += f", credits {' and '.join(credit)}" if credit else ""
         return "\n".join([head, "", *_aligned(workers), "", *_aligned(channels)])

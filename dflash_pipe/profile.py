@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from dflash_pipe.counted import counted
 from dflash_pipe.errors import BadInput
 
 __all__ = [
@@ -71,7 +72,7 @@ class Samples:
         if len(lengths) > 1:
             return "index, seconds and measures have different lengths"
         if not self.seconds or self.count < len(self.seconds):
-            return f"count is {self.count}, but there are {len(self.seconds)} samples (expected at least one)"
+            return f"count is {self.count}, with {counted(len(self.seconds), 'sample')} (expected at least one)"
         numbers = (self.total, *self.seconds, *(v for values in self.measures.values() for v in values))
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             return "a number is negative or not finite"
@@ -127,7 +128,7 @@ class Profile:
         """What makes its times doubtful, a line each."""
         found = []
         if self.steps.count < _ENOUGH:
-            steps = f"{self.steps.count} measured step{'s' * (self.steps.count > 1)}"
+            steps = counted(self.steps.count, "measured step")
             steps += "" if self.warm_up else " of the warm-up"
             found.append(
                 f"the profile rests on {steps}: {_ENOUGH} are needed (a run of {_WARM_UP + _ENOUGH} windows or more)"
@@ -244,7 +245,8 @@ class Recorder:
             if not steps.count and began is not None and self._ended is not None:
                 steps.add(self._start, self._ended - began, None)
             if not steps.count:
-                raise BadInput("no step to measure: no window was finished")
+                full = f"no window of {counted(self._window, 'message')} was full"
+                raise BadInput(f"{full}, and only full ones are timed")
             stages: dict[str, dict[Part, Samples]] = {}
             for (stage, part), reservoir in self._parts[early].items():
                 stages.setdefault(stage, {})[part] = reservoir.samples()

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from dflash_pipe.channel import Channel
+from dflash_pipe.counted import counted
 from dflash_pipe.exclusive import shared_devices
 from dflash_pipe.message import Stamp, payload_bytes
 from dflash_pipe.plan import Plan
@@ -243,7 +244,8 @@ class Recording:
         for worker in self.plan.workers:
             for station in worker.stations:
                 devices.setdefault(station.device, []).append(station.stage)
-        words = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, on {', '.join(sorted(devices))}"
+        cpus = counted(os.cpu_count() or 1, "CPU")
+        words = f"{platform.system()} {platform.machine()}, {cpus}, on {', '.join(sorted(devices))}"
         memory = {}
         for device, stages in devices.items():
             if (seen := self.transport.memory(device)) is not None:
@@ -307,9 +309,9 @@ def _cpu_seconds() -> tuple[float, float, float] | None:
     """Seconds of all cores since the machine started: all of them, those that any program used, and, since it started,
     those that this process used. None where the system does not tell (proc(5), /proc/stat)."""
     try:
-        counted = Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
+        fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
     except OSError:
         return None
-    ticks = [float(count) / os.sysconf("SC_CLK_TCK") for count in counted]
+    ticks = [float(count) / os.sysconf("SC_CLK_TCK") for count in fields]
     own = os.times()
     return sum(ticks), sum(ticks) - ticks[3] - ticks[4], own.user + own.system

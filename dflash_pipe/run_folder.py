@@ -111,10 +111,9 @@ class RunFolder:
 
 
 def _step_of(line: str) -> float:
-    """The step that a line of metrics.jsonl is about, 0 if it is about none; of half a line, as a crash may leave one
-    at the end, infinity: that step is done again."""
+    """The step that a line of metrics.jsonl is about, 0 if it is about none; of a damaged line, such as the half that
+    a crash may leave at the end, infinity: that step is done again."""
     try:
-        step = json.loads(line).get("step", 0)
-    except (ValueError, AttributeError):
+        return float(json.loads(line).get("step", 0))
+    except (ValueError, AttributeError, TypeError):
         return math.inf
-    return float(step)

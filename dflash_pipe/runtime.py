@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_pipe.errors import BadInput, Cancelled, Stalled
+from dflash_pipe.errors import BadInput, BadSnapshot, Cancelled, Stalled, noted
 from dflash_pipe.graph import dataflow, difference, dump
 from dflash_pipe.message import Stamp
 from dflash_pipe.plan import Plan
@@ -85,7 +85,7 @@ class Run:
     ) -> None:
         computed = dataflow(plan.graph)
         if restored is not None and (other := difference(restored.dataflow, computed)) is not None:
-            raise BadInput(f"cannot go on: the snapshot is of another dataflow ({other})")
+            raise BadSnapshot(f"cannot go on: the snapshot is of another dataflow ({other})", restored.place)
         self.plan = plan
         self.metrics: dict[str, Any] = {}
         self.on_report: Callable[[dict[str, Any]], None] = lambda metrics: None
@@ -95,8 +95,7 @@ class Run:
         self._torn_down: float | None = None
         origin = Origin(folder, restored, self._report, self._stopping.is_set, on_state)
         self._start = origin.start
-        self._restored = restored.state if restored else None
-        self._cursor = restored.cursor if restored else None
+        self._restored = restored
         self._wiring = wire(plan, origin, computed)
         self._events: queue.SimpleQueue[str | signal.Signals] = queue.SimpleQueue()
         self._open_turns = [threading.Event() for _ in self._wiring.workers]
@@ -171,13 +170,15 @@ class Run:
 
     def _read_and_done(self) -> dict[str, Any]:
         """What the result says of the source: how far its stream was finished, and its own account."""
-        start = (Stamp(-1, -1, 0, True), self._cursor)
+        start = (Stamp(-1, -1, 0, True), self._restored.cursor if self._restored else None)
         stations = [(w.passed.get(s.plan.stage, start), s) for w in self._wiring.workers for s in w.stations]
         ending = [(at, s) for at, s in stations if s.plan.ends]
         enders = [at for at, s in ending if s.plan.rate == "window"] or [at for at, _ in ending]
         _, done = min(enders, key=lambda at: at[0].window, default=start)
-        (_, read), source = next((at, s.stage) for at, s in stations if s.feed is not None)
-        return {"cursor": done, "account": source.account(read, done) if isinstance(source, Source) else ""}
+        (_, read), source = next((at, s) for at, s in stations if s.feed is not None)
+        with noted(f"stage {source.plan.stage}: account"):
+            account = source.stage.account(read, done) if isinstance(source.stage, Source) else ""
+        return {"cursor": done, "account": account}
 
     def _recorded(self) -> dict[str, Any]:
         """What of the result comes from the recording."""
@@ -235,7 +236,7 @@ class Run:
         be(worker.activity)
         try:
             if not self._failures and not self._cancelled:
-                worker.open(self._restored)
+                worker.open(self._restored.state if self._restored else None)
         except BaseException as error:
             self._failed(error, worker.activity.place, worker)
         finally:
@@ -261,8 +262,13 @@ class Run:
 
     def _failed(self, error: BaseException, place: str, worker: Worker | None = None) -> None:
         """Record what failed where, with every channel's depth, and tear the rest down."""
+        if isinstance(error, BadSnapshot) and self._restored is not None:
+            error = error.at(self._restored.place)
         with self._failing:
-            if worker is not None:
+            if isinstance(error, BadInput) and worker is not None:
+                stage, _, doing = place.partition(" ")
+                error.met_by = error.met_by or f"stage {stage} (worker {worker.name}, {doing})"
+            elif worker is not None:
                 error.add_note(f"in worker {worker.name}: {place}")
             if not self._failures:
                 depths = ", ".join(f"{c.name} {c.depth}/{c.capacity}" for c in self.view().channels)

@@ -1,18 +1,34 @@
-"""The signals that ask a run to stop, and a terminal that is gone."""
+"""The signals that ask a run or a command to stop, and a terminal that is gone."""
 
 from __future__ import annotations
 
 import os
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HANG_UP", "let_go", "listening"]
+__all__ = ["HANG_UP", "leaving", "let_go", "listening"]
 
 HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not every system has it
 _OUTPUTS = (1, 2)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Ctrl-C ends the process at once, without a word: while a command imports modules, of which some swallow a
+    KeyboardInterrupt, turn it into another exception, or abort. Not where somebody else handles or ignores it."""
+    unhandled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours = unhandled and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

@@ -275,7 +275,7 @@ def _uncertainty(samples: Samples, changed: list[str], amounts: Mapping[str, Flo
     table, seconds = (columns - mean) / scale, np.array(samples.seconds)
     free = len(seconds) - len(names) - 1
     if free < 1:
-        raise ValueError(f"{len(seconds)} messages are too few to tell the effect of {', '.join(changed)}")
+        raise ValueError(f"too few messages ({len(seconds)}) to tell the effect of {', '.join(changed)}")
     _, spread, axes = np.linalg.svd(table, full_matrices=False)
     along = axes @ ((np.array([amounts[name].mean() for name in names]) - mean) / scale)
     varied = spread > 1e-6 * spread[0]

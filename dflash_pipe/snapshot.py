@@ -1,20 +1,24 @@
 """Snapshots: the source's cursor together with the one stage state, written whole or not at all.
 
     runs/NAME/snapshots/window-00000040/
-        snapshot.json       next index and window, cursor, plain values of the state, the dataflow it belongs to
-        state.safetensors   its arrays
+        snapshot.json       next index and window, cursor, plain values of the state, the dataflow it belongs to, and
+                            a checksum of each array, because safetensors has none
+        state.safetensors   the arrays of the state
 
-What was in flight behind the cursor is computed again after a resume, so no other stage needs a state.
+What was in flight behind the cursor is computed again after a resume, so no other stage needs a state. Whatever else
+lies beside the snapshots is left alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +26,29 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from dflash_pipe.errors import BadInput
+from dflash_pipe.errors import BadInput, BadSnapshot
+from dflash_pipe.form import refuse_other_form
 from dflash_pipe.message import Message, Stamp
 from dflash_pipe.stage import Stage
 
 __all__ = ["Snapshot", "Snapshots", "has_snapshot", "newest", "read", "write"]
 
 _FORMAT = 1
+_OWN = re.compile(r"window-(\d{8}|[1-9]\d{8,})")
+_LEFT_OVER = re.compile(rf"{_OWN.pattern}(\.old)?\.tmp")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """index, window: of the first message after it. cursor: where the source goes on. state: of the stateful stage."""
+    """index, window: of the first message after it. cursor: where the source goes on. state: of the stateful stage.
+    place: the file that holds it, if it was read from one."""
 
     index: int
     window: int
     cursor: Any
     state: dict[str, Any]
     dataflow: dict[str, Any]
+    place: str = field(default="", compare=False)
 
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
@@ -56,6 +65,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         "window": snapshot.window,
         "cursor": snapshot.cursor,
         "state": {k: v for k, v in snapshot.state.items() if k not in arrays},
+        "crc32": {name: _checksum(array) for name, array in arrays.items()},
         "dataflow": snapshot.dataflow,
     }
     (partial / "snapshot.json").write_text(json.dumps(about, indent=1))
@@ -66,8 +76,14 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     partial.rename(target)
     _flush(folder)
     for left_over in folder.glob("*.tmp"):
-        shutil.rmtree(left_over)
+        if _LEFT_OVER.fullmatch(left_over.name) and left_over.is_dir():
+            shutil.rmtree(left_over)
     return target
+
+
+def _checksum(array: np.ndarray) -> int:
+    """CRC-32 of what an array is and of its bytes, which are not copied; array is contiguous."""
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(f"{array.dtype.str}{array.shape}".encode()))
 
 
 def _flush(path: Path) -> None:
@@ -83,7 +99,7 @@ def newest(run_folder: Path) -> Path:
     """The newest snapshot of a run. Raises BadInput if it has none."""
     if not run_folder.is_dir():
         raise BadInput(f"{run_folder}: no such run folder")
-    found = _whole(run_folder / "snapshots")
+    found = _written(run_folder / "snapshots")
     if not found:
         raise BadInput(f"{run_folder}: nothing to resume, it has no snapshot")
     return found[-1]
@@ -91,12 +107,17 @@ def newest(run_folder: Path) -> Path:
 
 def has_snapshot(run_folder: Path) -> bool:
     """Whether the run can be resumed."""
-    return bool(_whole(run_folder / "snapshots"))
+    return bool(_written(run_folder / "snapshots"))
 
 
-def _whole(folder: Path) -> list[Path]:
-    """The snapshots in a folder, oldest first."""
-    return sorted(path for path in folder.glob("window-*") if path.suffix != ".tmp")
+def _written(folder: Path) -> list[Path]:
+    """The snapshots in a folder, oldest first, damaged ones too."""
+    found = (path for path in folder.glob("window-*") if _OWN.fullmatch(path.name) and path.is_dir())
+    return sorted(found, key=_window)
+
+
+def _window(folder: Path) -> int:
+    return int(folder.name.removeprefix("window-"))
 
 
 def read(folder: Path) -> Snapshot:
@@ -104,10 +125,11 @@ def read(folder: Path) -> Snapshot:
     try:
         return _read(folder)
     except BadInput as error:
-        older = next((path for path in reversed(_whole(folder.parent)) if path < folder and _is_readable(path)), None)
+        before = [path for path in _written(folder.parent) if _window(path) < _window(folder)]
+        older = next(filter(_is_readable, reversed(before)), None)
         if older is None:
             raise
-        line = f"{error.message}; {older.name} is whole: remove the damaged one (rm -r {shlex.quote(str(folder))}) and "
+        line = f"{error}; {older.name} is whole: remove the damaged one (rm -r {shlex.quote(str(folder))}) and "
         raise BadInput(f"{line}resume again to go on from there") from error
 
 
@@ -120,16 +142,39 @@ def _is_readable(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> Snapshot:
+    file = folder / "snapshot.json"
     try:
-        about = json.loads((folder / "snapshot.json").read_text())
-        if about["format"] != _FORMAT:
-            raise BadInput(f"{folder}: snapshot format {about['format']}, expected {_FORMAT}")
+        about = json.loads(file.read_text())
         arrays = load_file(folder / "state.safetensors")
-        state = {**about["state"], **arrays}
-        return Snapshot(about["index"], about["window"], about["cursor"], state, about["dataflow"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(f"{folder}: not a whole snapshot ({why})") from error
+    try:
+        _refuse_other_content(about, _window(folder))
+        if "crc32" in about:  # snapshots of older versions have none
+            _refuse_other_bytes(about["crc32"], arrays, folder / "state.safetensors")
+    except BadSnapshot as error:
+        raise error.at(str(file)) from None
+    state = {**about["state"], **arrays}
+    return Snapshot(about["index"], about["window"], about["cursor"], state, about["dataflow"], str(file))
+
+
+def _refuse_other_content(about: Any, window: int) -> None:
+    """Raise BadSnapshot for a snapshot.json that is not of that window, or lacks what there is to be said."""
+    refuse_other_form({"format": 0}, about, "")
+    if about["format"] != _FORMAT:
+        raise BadSnapshot(f"format is {about['format']}, expected {_FORMAT}")
+    own = {"window": range(window, window + 1), "index": window, "state": {}, "dataflow": {}}
+    refuse_other_form(own, about, "")
+    if about.get("cursor") is None:
+        raise BadSnapshot(f"cursor is {'null' if 'cursor' in about else 'missing'}, expected where the source goes on")
+
+
+def _refuse_other_bytes(checksums: Any, arrays: dict[str, np.ndarray], file: Path) -> None:
+    refuse_other_form(dict.fromkeys(arrays, 0), checksums, "crc32")
+    for name, array in arrays.items():
+        if (found := _checksum(array)) != checksums[name]:
+            raise BadSnapshot(f"{name} is damaged: its crc32 is {found}, {checksums[name]} was written", str(file))
 
 
 class Snapshots:
@@ -167,5 +212,5 @@ class Snapshots:
             return
         snapshot = Snapshot(stamp.index + 1, stamp.window + 1, cursor, stage.state(), self._dataflow)
         self.written = write(self._folder, snapshot)
-        for old in _whole(self._folder)[: -self._keep]:
+        for old in _written(self._folder)[: -self._keep]:
             shutil.rmtree(old)

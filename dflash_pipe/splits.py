@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_pipe.check import rate
+from dflash_pipe.counted import counted
 from dflash_pipe.errors import BadInput
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration
@@ -204,7 +205,7 @@ def _placed(graph: Graph, counts: Mapping[str, int], gpus: int) -> Graph:
 def _laid_out(graph: Graph, worker: WorkerSpec, on: Sequence[str]) -> WorkerSpec:
     """A replica on each device; takes as the graph says, or else as its laws allow."""
     for stage in worker.stages:
-        graph.stages[stage].build().check(len(on))
+        graph.stages[stage].check(len(on))
     device = dict.fromkeys(worker.stages, tuple(on))
     ways = [replace(worker, replicas=len(on), device=device, take=take) for take in (worker.take, *TAKES)]
     graphs = [replace(graph, workers={**graph.workers, worker.name: way}) for way in ways]
@@ -277,10 +278,10 @@ def splits_table(splits: Sequence[Split]) -> RenderableType:
         table.add_row(str(split), "-", "-", "-", split.refusal)
     parts: list[RenderableType] = [table]
     if more := len(impossible[_IMPOSSIBLE:]):
-        parts.append(Text(f"and {more} more splits that are not possible, for reasons like these"))
+        parts.append(Text(f"and {counted(more, 'more split')}, not possible for reasons like these"))
     fewest, given = (sum(split.replicas.values()) for split in (splits[0], splits[-1]))
     if fewest < given:
-        parts.append(Text(f"{fewest} GPUs are as fast as {given}"))
+        parts.append(Text(f"as fast with {counted(fewest, 'GPU')} as with {given}"))
     doubts = dict[str, None]()
     for split in splits:
         if split.forecast:

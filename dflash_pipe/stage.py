@@ -111,7 +111,7 @@ class Stage:
             """A text that differs wherever `state` does, where that is quicker than copying the state."""
 
         def restore(self, state: dict[str, Any]) -> None:
-            """Take over what `state` returned; called after open."""
+            """Take over what `state` returned; called after open. Raises `BadSnapshot` for anything else."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -134,7 +134,8 @@ class Source(Stage, Generic[T]):
     """A stage without inputs. `read` yields `(cursor, payload)`; a cursor is a JSON value."""
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, T | None]]:
-        """Yield what comes after `cursor` (None: from the beginning), each with the cursor behind it."""
+        """Yield what comes after `cursor` (None: from the beginning), each with the cursor behind it. Raises
+        `BadSnapshot` for a cursor that is none of its own, such as that of other data (see `refuse_other_form`)."""
         raise NotImplementedError
 
     def account(self, read: Any, done: Any) -> str:

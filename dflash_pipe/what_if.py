@@ -233,7 +233,7 @@ def check_laws(graph: Graph, workers: Iterable[str]) -> None:
     plan(graph)
     for worker in workers:
         for stage in graph.workers[worker].stages:
-            graph.stages[stage].build().check(graph.workers[worker].replicas)
+            graph.stages[stage].check(graph.workers[worker].replicas)
 
 
 def _with_channel(graph: Graph, channel: ChannelSpec) -> Graph:

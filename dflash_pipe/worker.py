@@ -219,6 +219,7 @@ class Worker:
         message = await port.inlet.receive(self._waits)
         if message.empty:
             return message
+        self.activity.place = f"{self.activity.place} {message.stamp}"
         began = self.activity.clock()
         received = message.carrying(self._transport.on_receive(message.payload, station.plan.device))
         if not isinstance(port.inlet, Local):  # it came from another worker, and was not there yet
@@ -292,12 +293,12 @@ class Worker:
         return message.carrying(sent)
 
     def _doing(self, station: Station, what: str, stamp: Stamp | None = None) -> None:
-        if station.plan.device != self._device:
-            left, self._device = self._device, station.plan.device
-            if left:  # one stage after the other, on several devices too
-                self._transport.finish(left)
-            self._transport.enter(self._device)
+        left, self._device = self._device, station.plan.device
+        if left not in (None, self._device):  # one stage after the other, on several devices too
+            self._transport.finish(left)
         self.activity.place = f"{station.plan.stage} {what}{f' {stamp}' if stamp else ''}"
+        if left != self._device:
+            self._transport.enter(self._device)
 
 
 def drive(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from stages.arrow_rows import RECIPE
 
-__all__ = ["SCHEMA", "assemble", "copy_rows", "write_shard"]
+__all__ = ["SCHEMA", "assemble", "copy_rows", "shard_totals", "write_shard"]
 
 SCHEMA = pa.schema(
     [("input_ids", pa.large_list(pa.int32())), ("loss_mask", pa.large_list(pa.uint8())), ("id", pa.string())]
@@ -81,3 +81,9 @@ def _tables(files: list[Path]) -> Iterator[pa.Table]:
                     held, tokens = [], 0
     if held:
         yield pa.Table.from_batches(held)
+
+
+def shard_totals(shards: list[dict[str, Any]], split: str | None = None) -> dict[str, int]:
+    """Rows, tokens and supervised tokens of the shards of a split (None: of all)."""
+    chosen = [shard for shard in shards if split in (None, shard["split"])]
+    return {key: sum(shard[key] for shard in chosen) for key in ("rows", "tokens", "supervised")}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash_pipe import BadInput, Context, Footprint, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage, refuse_other_form
 from stages.arrow_rows import recipe_of
 from stages.dflash_model import DrafterKeys
 from stages.drafter_files import export, launch_lines, load_drafter, read_record, refuse_what_is_no_export
@@ -64,8 +64,8 @@ class Export(Stage):
         self._refuse_foreign(ctx.restored is not None)
         self.newest: Parameters | None = None
         if ctx.restored is not None and "masters" in ctx.restored:
-            masters = torch.from_numpy(ctx.restored["masters"])
-            self.newest = Parameters(masters, int(ctx.restored["step"]))
+            refuse_other_form({"step": 0}, ctx.restored, "state")
+            self.newest = Parameters(torch.from_numpy(ctx.restored["masters"]), ctx.restored["step"])
 
     def _refuse_foreign(self, resumed: bool) -> None:
         """Raise BadInput, before anything is trained, where the export would replace what this run did not make."""

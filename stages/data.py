@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from dflash_pipe import BadInput, Context, Footprint, Source
+from dflash_pipe import BadInput, Context, Footprint, Source, refuse_other_form
+from dflash_pipe.errors import BadSnapshot
 from stages.arrow_rows import ArrowRows, recipe_of
 from stages.batches import Cut, Epoch
 from stages.footprints import token_bytes
@@ -141,7 +143,8 @@ class TokenBatches(Source[TokenBatch]):
             "no two adjacent supervised tokens": int((~usable & (self.rows.lengths > 0)).sum()),
         }
         self.plan = self._digest()
-        self.total = self._count()
+        self.behind = self._count()
+        self.total = self.behind[-1]
 
     def _digest(self) -> str:
         settings = [
@@ -161,17 +164,17 @@ class TokenBatches(Source[TokenBatch]):
     def _epoch(self, number: int) -> Epoch:
         return self.cut.epoch(self.kept, self.lengths[self.kept], (self.ctx.seed, number))
 
-    def _count(self) -> int:
-        """Micro-batches of the whole training: the epochs' or the steps', whichever end first."""
-        limit = None if self.steps is None else self.steps * self.window
-        total = epoch = 0
-        while (self.epochs is None or epoch < self.epochs) and (limit is None or total < limit):
-            total += len(self._epoch(epoch))
-            epoch += 1
-        return total if limit is None else min(total, limit)
+    def _count(self) -> list[int]:
+        """Micro-batches at the beginning of each epoch, and of the whole training: the epochs' or the steps', whichever
+        end first."""
+        limit = math.inf if self.steps is None else self.steps * self.window
+        behind = [0]
+        while (self.epochs is None or len(behind) <= self.epochs) and behind[-1] < limit:
+            behind.append(int(min(behind[-1] + len(self._epoch(len(behind) - 1)), limit)))
+        return behind
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, TokenBatch | None]]:
-        """Yield the batches after `cursor`. Raises `BadInput` for a cursor of other data or settings."""
+        """Yield the batches after `cursor`. Raises `BadSnapshot` for a cursor of other data or settings."""
         at = self._resume(cursor)
         while at["done"] < self.total:
             epoch = self._epoch(at["epoch"])
@@ -213,17 +216,30 @@ class TokenBatches(Source[TokenBatch]):
         yield line
 
     def _resume(self, cursor: Any) -> dict[str, Any]:
-        if cursor is None:
-            rows = {"read": 0, "batched": 0, "truncated": 0, "dropped": dict.fromkeys(self.dropped, 0)}
-            tokens = {"real": 0, "padded": 0}
-            return {"plan": self.plan, "epoch": 0, "batch": 0, "done": 0, "short": 0, "rows": rows, "tokens": tokens}
-        at: dict[str, Any] = json.loads(json.dumps(cursor))  # a copy that shares nothing
-        if at.get("plan") != self.plan:
-            raise BadInput(
+        rows = {"read": 0, "batched": 0, "truncated": 0, "dropped": dict.fromkeys(self.dropped, 0)}
+        at = {"plan": self.plan, "epoch": 0, "batch": 0, "done": 0, "short": 0, "rows": rows}
+        at["tokens"] = {"real": 0, "padded": 0}
+        if cursor is not None:
+            self._refuse_foreign(cursor, at)
+            at = json.loads(json.dumps(cursor))  # a copy that shares nothing
+        return at
+
+    def _refuse_foreign(self, cursor: Any, start: dict[str, Any]) -> None:
+        """Raise BadSnapshot for a cursor that is not made like that of the start, or cannot follow from it."""
+        refuse_other_form(start, cursor, "cursor")
+        if cursor["plan"] != self.plan:
+            raise BadSnapshot(
                 f"cannot go on in {self.path}: the rows, the seed or one of max_tokens, max_length, max_rows,"
                 " sort_pool, pad_to_multiple, buckets is another than when the snapshot was written"
             )
-        return at
+        refuse_other_form({"epoch": range(len(self.behind) - 1)}, cursor, "cursor")
+        before, after = self.behind[cursor["epoch"] :][:2]
+        refuse_other_form({"batch": range(1, after - before + 1)}, cursor, "cursor")
+        done, rows, dropped = before + cursor["batch"], cursor["rows"], cursor["rows"]["dropped"]
+        refuse_other_form(dict.fromkeys(dropped, 0), dropped, "cursor.rows.dropped")
+        read = rows["batched"] + sum(dropped.values())
+        sums = {"done": range(done, done + 1), "rows": {"read": range(read, read + 1)}}
+        refuse_other_form(sums, cursor, "cursor")
 
     def _next(self, epoch: Epoch, at: dict[str, Any]) -> tuple[Any, TokenBatch]:
         progress = (at["done"] / self.total, (at["done"] + 1) / self.total)

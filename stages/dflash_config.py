@@ -6,23 +6,24 @@ Form of the file and rules of derivation: DFlash (arXiv 2602.06036) and its refe
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_pipe import BadInput
 from dflash_pipe.errors import nearest
+from stages.mask_token import resolve_mask_token
 from stages.sized_models import refuse_weights
 
-__all__ = ["FULL", "MOST_ANCHORS", "SLIDING", "ArchitectureKeys", "DrafterConfig", "DrafterKeys", "resolve_mask_token"]
+__all__ = ["FULL", "MOST_ANCHORS", "SLIDING", "ArchitectureKeys", "DrafterConfig", "DrafterKeys"]
 
 MOST_ANCHORS, _MOST_LAYERS, _MOST_DRAFTED = 1 << 20, 100, 1024  # far more takes minutes to size
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # A target may rotate a part of the head, or along several axes; a drafter never does, and no server may think so.
 _ROPE_NOT_TAKEN_OVER = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-_MASK_NAME = re.compile(r"[\W_]*mask[\W_]*", re.IGNORECASE)
+# Keys that follow the target's config where they are null.
+_OF_TARGET = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,9 @@ class DrafterKeys(ArchitectureKeys):
         for name, least, most in (("num_layers", 1, _MOST_LAYERS), ("block_size", 2, _MOST_DRAFTED)):
             if not least <= getattr(self, name) <= most:
                 raise BadInput(f"{name} is {getattr(self, name)}, expected {least}..{most}")
+        for name in _OF_TARGET:
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise BadInput(f"{name} is {size}, expected at least 1, or null: as the target has it")
         if isinstance(self.mask_token_id, str) and self.mask_token_id != "auto":
             raise BadInput(f'mask_token_id is {self.mask_token_id!r}, expected a token id or "auto"')
         refuse_weights(self.target, self.weights)
@@ -237,8 +241,16 @@ class DrafterKeys(ArchitectureKeys):
         return self._derive(config, self._mask_token(config))
 
     def sizes(self) -> DrafterConfig:
-        """The same numbers without a look at the tokenizer, for estimates: MASK is 0 where it is to be found."""
-        return self._derive(self._target_config(), 0 if isinstance(self.mask_token_id, str) else self.mask_token_id)
+        """The same numbers without a look at the tokenizer, for estimates: MASK is 0 where it is to be found.
+
+        Raises BadInput as `resolve` does, and for a `feature_std` that does not fit.
+        """
+        from stages.dflash_model import read_feature_std
+
+        config = self._derive(self._target_config(), 0 if isinstance(self.mask_token_id, str) else self.mask_token_id)
+        if self.feature_std is not None:
+            read_feature_std(self.feature_std, config.feature_size)
+        return config
 
     def _target_config(self) -> Any:
         # Imported here: transformers takes seconds to import, and reading an exported config does not need it.
@@ -317,34 +329,3 @@ def _target_rope(config: Any) -> dict[str, Any]:
     if rope.get("rope_type", rope.get("type")) in ("axial", "mrope"):
         rope["rope_type"] = "default"
     return rope
-
-
-def resolve_mask_token(wanted: int | str, tokenizer: Any, vocab_size: int, taken: Mapping[int, str]) -> int:
-    """The id of MASK, the same in training, export and serving.
-
-    wanted: an id, or "auto": the special token whose name says mask; failing that, the first row of the embedding
-    that the tokenizer never produces. taken: ids that mean something else (pad, eos) -> what they mean.
-    Raises BadInput for an id outside the embedding or taken, and where "auto" finds none.
-    """
-    token = _unused_token(tokenizer, vocab_size, taken) if wanted == "auto" else int(wanted)
-    if not 0 <= token < vocab_size:
-        raise BadInput(f"mask_token_id {token} is outside the embedding (0..{vocab_size - 1})")
-    if token in taken:
-        raise BadInput(f"mask_token_id {token} is the {taken[token]} token, expected an id that text never contains")
-    return token
-
-
-def _unused_token(tokenizer: Any, vocab_size: int, taken: Collection[int]) -> int:
-    special = {**tokenizer.get_added_vocab(), **{t: tokenizer.get_vocab()[t] for t in tokenizer.all_special_tokens}}
-    named = sorted(i for name, i in special.items() if _MASK_NAME.fullmatch(name) and i not in taken)
-    if named:
-        return int(named[0])
-    beyond = max(tokenizer.get_vocab().values()) + 1
-    if beyond < vocab_size:
-        return int(beyond)
-    choice = sorted((i, name) for name, i in special.items() if i not in taken)
-    listed = ", ".join(f"{i} {name}" for i, name in choice[:8]) or "none is defined"
-    raise BadInput(
-        f'mask_token_id is "auto", but no special token is named mask and the embedding has no row beyond the '
-        f"tokenizer's {beyond}: give the id of a special token that your data never uses ({listed})"
-    )

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dflash_pipe import BadInput
+from dflash_pipe.errors import Missing, nearest_file
 from stages.dflash_config import SLIDING, DrafterConfig, DrafterKeys
 from stages.dflash_masks import Attention, BlockGeometry, attend, build_mask, resolve_attention
 from stages.dflash_rope import half_rotation, inverse_frequencies, rotate, rotation
@@ -34,6 +35,7 @@ __all__ = [
     "flatten",
     "initial_parameters",
     "parameter_layout",
+    "read_feature_std",
 ]
 
 INIT_STD = 0.02
@@ -292,12 +294,18 @@ def initial_parameters(
         list(pool.map(lambda matrix, draw: matrix.normal_(0.0, INIT_STD, generator=draw), matrices, draws))
     layout["norm.weight"].of(flat).fill_(final_norm_init)
     if feature_std is not None:
-        layout["fc.weight"].of(flat).div_(_read_std(Path(feature_std), config.feature_size))
+        layout["fc.weight"].of(flat).div_(read_feature_std(feature_std, config.feature_size))
     return flat
 
 
-def _read_std(path: Path, size: int) -> Tensor:
-    """[K·H] float32; a feature that hardly varies counts as a thousandth of the median, so that nothing explodes."""
+def read_feature_std(path: str | Path, size: int) -> Tensor:
+    """[K·H] float32; a feature that hardly varies counts as a thousandth of the median, so that nothing explodes.
+
+    Raises `Missing` where there is no file, `BadInput` for one that is not of `size` features.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise Missing(f"feature_std: no file {path}{nearest_file(path)}")
     try:
         with safe_open(path, "pt") as file:
             std = file.get_tensor("std").float()

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_pipe import BadInput
+from dflash_pipe.errors import Missing, nearest_file
 from stages.dflash_config import SLIDING
 from stages.dflash_model import DFlashModel, DrafterConfig, parameter_layout
 from stages.json_kinds import json_kind
@@ -120,8 +121,10 @@ def _check(config: DrafterConfig, tensors: dict[str, Tensor], folder: Path) -> N
 
 
 def read_config(folder: str | Path) -> DrafterConfig:
-    """A drafter's config. Raises BadInput for a folder that is no drafter."""
+    """A drafter's config. Raises Missing where there is no folder, BadInput for one that is no drafter."""
     folder = Path(folder)
+    if not folder.exists():
+        raise Missing(f"path: no drafter at {folder}{nearest_file(folder)}")
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a directory (expected one with {CONFIG} and {WEIGHTS})")
     try:

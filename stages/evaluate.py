@@ -97,6 +97,8 @@ class AcceptanceWalk(Stage):
     def check(self, replicas: int) -> None:
         if not 1 <= self.anchors <= MOST_ANCHORS:
             raise BadInput(f"anchors is {self.anchors}, expected 1..{MOST_ANCHORS}")
+        if self.block_size is not None and self.block_size < 2:
+            raise BadInput(f"block_size is {self.block_size}, expected at least 2, or null: as it was trained")
         if self.path is None:
             self._keys().check()
 
@@ -137,7 +139,7 @@ class AcceptanceWalk(Stage):
         else:
             self._open_fresh(ctx.seed)
         self._refuse_misfit(self.config)
-        self.block = self.block_size or self.config.block_size
+        self.block = self.config.block_size if self.block_size is None else self.block_size
         self.dtype: torch.dtype | None = None
 
     def _refuse_misfit(self, config: DrafterConfig) -> None:

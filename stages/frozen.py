@@ -14,7 +14,7 @@ from torch import Tensor
 from stages.model_source import ModelSource, Weights, first_line, locate, text_config
 from stages.sized_models import refuse_weights
 
-__all__ = ["Frozen", "load_frozen", "random_embedding"]
+__all__ = ["INDEX", "SINGLE", "Frozen", "load_frozen", "random_embedding"]
 
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -23,6 +23,7 @@ _EMBEDDINGS = (
     "embed_tokens.weight",
 )
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Config keys of targets that scale or cap what goes through these matrices; a drafter that ignores it learns nonsense.
 _SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
 
@@ -69,21 +70,20 @@ def _refuse_scaled(source: ModelSource, config: Any) -> None:
 
 def _files(source: ModelSource) -> dict[str, Path]:
     """Tensor name -> safetensors file that holds it. Shards are fetched only when they are read."""
-    index = source.file("model.safetensors.index.json")
-    if index is not None:
+    found = source.file(INDEX, SINGLE)
+    if found is None:
+        raise source.complaint(f"it has neither {SINGLE} nor {INDEX}")
+    if found.name == INDEX:
         try:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            names: dict[str, str] = json.loads(found.read_text())["weight_map"]
         except (ValueError, KeyError, UnicodeDecodeError) as error:
-            raise source.complaint(f"model.safetensors.index.json is not an index: {first_line(error)}") from error
+            raise source.complaint(f"{INDEX} is not an index: {first_line(error)}") from error
         return {tensor: Path(file) for tensor, file in names.items()}
-    single = source.file("model.safetensors")
-    if single is None:
-        raise source.complaint("it has neither model.safetensors nor model.safetensors.index.json")
     try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), Path("model.safetensors"))
+        with safe_open(found, framework="pt") as file:
+            return dict.fromkeys(file.keys(), Path(SINGLE))
     except SafetensorError as error:
-        raise source.complaint(f"model.safetensors is damaged: {first_line(error)}") from error
+        raise source.complaint(f"{SINGLE} is damaged: {first_line(error)}") from error
 
 
 def _read(

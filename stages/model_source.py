@@ -25,12 +25,23 @@ from stages.sized_models import sized_directory
 from stages.smollm2 import smollm2_directory
 from stages.tiny_models import TINY_MODELS, tiny_directory
 
-__all__ = ["ModelSource", "Weights", "ending_ids", "first_line", "load_tokenizer", "locate", "quiet", "text_config"]
+__all__ = [
+    "ModelSource",
+    "Weights",
+    "ending_ids",
+    "first_line",
+    "load_tokenizer",
+    "locate",
+    "quiet",
+    "refuse_unreachable",
+    "text_config",
+]
 
 Weights = Literal["pretrained", "random"]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PATH_LIKE = re.compile(r"[/~]|\.\.?(/|$)|.*/.*/|.*/$")
+_INSTEAD = "go online, or name a directory that has the model"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -43,21 +54,38 @@ class ModelSource:
     revision: str | None
     local: bool
 
-    def file(self, name: str) -> Path | None:
-        """One file of the model (fetched from the hub where it is not cached), or None if there is none."""
+    def file(self, *names: str) -> Path | None:
+        """The first of these files that the model has (fetched from the hub where it is not cached), or None.
+
+        Raises Missing where none is here and the hub does not say whether the model has one.
+        """
+        unknown: Missing | None = None
+        for name in names:
+            try:
+                if (path := self._file(name)) is not None:
+                    return path
+            except Missing as error:  # another of them may be here
+                unknown = unknown or error
+        if unknown is not None:
+            raise unknown
+        return None
+
+    def _file(self, name: str) -> Path | None:
         if self.local:
             path = Path(self.place, name)
             return path if path.is_file() else None
         cached = huggingface_hub.try_to_load_from_cache(self.place, name, revision=self.revision)
         if cached is not None and not isinstance(cached, str):  # it is known that the model has no such file
             return None
-        _refuse_unreachable_hub(self, name)
+        refuse_unreachable(self, name)
         try:
             return Path(huggingface_hub.hf_hub_download(self.place, name, revision=self.revision))
+        except huggingface_hub.errors.LocalEntryNotFoundError as error:  # it could not be asked for
+            raise _not_fetched(self, name, error) from error
         except huggingface_hub.errors.EntryNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise _not_fetched(self, error) from error
+            raise _not_fetched(self, name, error) from error
 
     def complaint(self, what: str) -> BadInput:
         return BadInput(f"target {self.name!r}: {what}")
@@ -124,13 +152,13 @@ def text_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def _check_model_type(source: ModelSource) -> None:
-    _refuse_unreachable_hub(source, "config.json")
+    refuse_unreachable(source, "config.json")
     try:
         raw, _ = PretrainedConfig.get_config_dict(source.place, revision=source.revision)
     except (OSError, ValueError) as error:
         if source.local:
             raise source.complaint(f"config.json cannot be read: {first_line(error)}") from error
-        raise _not_fetched(source, error) from error
+        raise _not_fetched(source, "config.json", error) from error
     kind = raw.get("model_type")
     if kind is None:
         raise source.complaint("its config.json has no model_type")
@@ -140,31 +168,31 @@ def _check_model_type(source: ModelSource) -> None:
         raise source.complaint(f"transformers {transformers.__version__} knows no model type {kind!r}{hint}")
 
 
-def _refuse_unreachable_hub(source: ModelSource, name: str) -> None:
-    """Raise Missing at once where a file is to come from a hub that nobody reaches: asked for the file itself,
-    huggingface_hub would try again for half a minute, and say so each time."""
-    if source.local or huggingface_hub.constants.HF_HUB_OFFLINE:
+def refuse_unreachable(source: ModelSource, name: str) -> None:
+    """Raise Missing at once where a file is to come from a hub that nobody may ask, or reaches: asked for the file
+    itself, huggingface_hub would try again for half a minute, and say so each time; transformers, that there is none.
+    """
+    if source.local or huggingface_hub.try_to_load_from_cache(source.place, name, revision=source.revision) is not None:
         return
-    if huggingface_hub.try_to_load_from_cache(source.place, name, revision=source.revision) is not None:
-        return
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise _missing(source, name, f"the hub was not asked (offline mode): {_INSTEAD}")
     try:
         url = huggingface_hub.hf_hub_url(source.place, name, revision=source.revision)
         huggingface_hub.get_hf_file_metadata(url)
     except (huggingface_hub.errors.HfHubHTTPError, ValueError):
         return  # it answered, or would not be asked; the same is told where the file is read
     except Exception as error:
-        raise _missing(source, f"the hub cannot be reached: {first_line(error)}") from error
+        raise _missing(source, name, f"the hub cannot be reached ({first_line(error)}): {_INSTEAD}") from error
 
 
-def _not_fetched(source: ModelSource, error: Exception) -> Missing:
-    offline = "the hub was not asked (offline mode)" if huggingface_hub.constants.HF_HUB_OFFLINE else "asked the hub"
-    return _missing(source, f"{offline}: {first_line(error)}")
+def _not_fetched(source: ModelSource, name: str, error: Exception) -> Missing:
+    return _missing(source, name, f"asked the hub: {first_line(error)}")
 
 
-def _missing(source: ModelSource, hub: str) -> Missing:
+def _missing(source: ModelSource, name: str, hub: str) -> Missing:
     return Missing(
         f"target {source.name!r}: tried the directory {os.path.abspath(source.place)} (none), the hub's local cache "
-        f"(nothing for revision {source.revision or 'main'!r}), and {hub}"
+        f"(no {name} of revision {source.revision or 'main'!r}), and {hub}"
     )
 
 
@@ -172,7 +200,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """The model's own tokenizer (a `PreTrainedTokenizerBase`). Raises `BadInput` where it has none."""
     source = locate(model, revision)
     _check_model_type(source)
-    if not any(source.file(name) for name in _TOKENIZER_FILES):  # transformers would make up an empty one
+    if source.file(*_TOKENIZER_FILES) is None:  # transformers would make up an empty one
         raise source.complaint(f"it has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
     try:
         with quiet():

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dflash_pipe import BadInput, Context, Footprint, Stage
+from dflash_pipe import BadInput, Context, Footprint, Stage, refuse_other_form
+from dflash_pipe.errors import BadSnapshot
 from stages.dflash_loss import Sums
 from stages.dflash_model import DFlashModel, DrafterKeys, initial_parameters, parameter_layout
 from stages.footprints import parameter_count
@@ -176,25 +177,26 @@ class AdamW(Stage):
         return "".join(digest(self._flats[name]) for name in _FLAT) + f"-{counters}"
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises BadInput for a state of another drafter, or one that is not complete."""
-        missing = sorted({*_FLAT, *_COUNTERS, "drafter"} - set(state))
+        """Raises BadSnapshot for a state of another drafter, or one that is not complete."""
+        missing = sorted({*_FLAT} - set(state))
         if missing:
-            raise BadInput(f"the saved optimizer state lacks {', '.join(missing)}")
+            raise BadSnapshot(f"the saved optimizer state lacks {', '.join(missing)}")
+        refuse_other_form({**dict.fromkeys(_COUNTERS, 0), "drafter": {}}, state, "state")
         here = _plain(self.config)
         for key, value in here.items():
             if state["drafter"].get(key) != value:
-                raise BadInput(
+                raise BadSnapshot(
                     f"the saved optimizer state is of another drafter: "
                     f"its {key} is {state['drafter'].get(key)!r}, here it is {value!r}"
                 )
         for name, flat in self._flats.items():
             saved = np.asarray(state[name])
             if saved.shape != tuple(flat.shape) or saved.dtype != np.float32:
-                raise BadInput(
+                raise BadSnapshot(
                     f"the saved {name} is {saved.dtype}{list(saved.shape)}, expected float32{list(flat.shape)}"
                 )
             flat.copy_(torch.from_numpy(saved))
-        self._counters = {name: int(state[name]) for name in _COUNTERS}
+        self._counters = {name: state[name] for name in _COUNTERS}
 
 
 def _plain(config: Any) -> dict[str, Any]:

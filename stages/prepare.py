@@ -16,10 +16,10 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from dflash_pipe import BadInput, Context, Footprint, Source, Stage
-from dflash_pipe.errors import nearest_file
+from dflash_pipe import BadInput, Context, Footprint, Source, Stage, refuse_other_form
+from dflash_pipe.errors import BadSnapshot, Missing, nearest_file
 from stages.arrow_rows import recipe_of
-from stages.arrow_shards import assemble, copy_rows, write_shard
+from stages.arrow_shards import assemble, copy_rows, shard_totals, write_shard
 from stages.chat_tokens import ChatTokens, fingerprint
 from stages.conversations import parse_conversation
 from stages.messages import Conversations, TokenRows
@@ -50,26 +50,32 @@ class JsonlConversations(Source[Conversations]):
     batch: int = 64
 
     def check(self, replicas: int) -> None:
-        if self.batch < 1:
-            raise BadInput(f"batch is {self.batch}, expected at least 1")
+        for name in ("batch", "limit"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(f"{name} is {value}, expected at least 1")
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
-        """Some text. told: rows in a message, at most. Raises `BadInput` where there is no file."""
-        self._refuse_missing()
+        """Some text. told: rows in a message, at most. Raises `Missing` where there is no file."""
+        self._find()
         return Footprint(told=self.batch)
 
     def open(self, ctx: Context) -> None:
-        self._refuse_missing()
+        self._find()
 
-    def _refuse_missing(self) -> None:
+    def _find(self) -> None:
         path = Path(self.path)
+        if not path.exists():
+            raise Missing(f"path: no conversations at {path}{nearest_file(path)}")
         if not path.is_file():
-            raise BadInput(f"path: no conversations at {path}{nearest_file(path)}")
+            raise BadInput(f"path: {path} is a folder, expected a JSON Lines file")
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Conversations | None]]:
-        """Yield the rows after `cursor`. Raises `BadInput` for a malformed line, if there is no row at all, and for a
-        cursor into a file that was another."""
-        at = {"line": 0, "offset": 0, "rows": 0, **(cursor or {})}
+        """Yield the rows after `cursor`. Raises `BadInput` for a malformed line and if there is no row at all, and
+        `BadSnapshot` for a cursor into a file that was another."""
+        at: dict[str, Any] = {"line": 0, "offset": 0, "rows": 0}
+        if cursor is not None:
+            refuse_other_form({**at, "size": 0, "digest": ""}, cursor, "cursor")
+            at |= cursor
         rows: list[dict[str, Any]] = []
         other = 0
         with open(self.path, "rb") as file:
@@ -101,8 +107,8 @@ class JsonlConversations(Source[Conversations]):
         behind, size = hashlib.blake2b(digest_size=8), os.fstat(file.fileno()).st_size
         while part := file.read(min(_PART, at["offset"] - file.tell())):
             behind.update(part)
-        if at["offset"] and (at.get("size"), at.get("digest")) != (size, behind.hexdigest()):
-            raise BadInput(f"cannot go on in {self.path}: it has changed since the snapshot was written")
+        if "digest" in at and (at["size"], at["digest"]) != (size, behind.hexdigest()):
+            raise BadSnapshot(f"cannot go on in {self.path}: it has changed since the snapshot was written")
         at["size"] = size
         return behind
 
@@ -131,6 +137,10 @@ class Tokenise(Stage):
     revision: str | None = None
     thinking: bool | None = None
     max_length: int = 3072
+
+    def check(self, replicas: int) -> None:
+        if self.max_length < 1:
+            raise BadInput(f"max_length is {self.max_length}, expected at least 1")
 
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
         """Some text. Raises `BadInput` where the model has no tokenizer, or none with a template."""
@@ -205,6 +215,8 @@ class ArrowWriter(Stage):
     def check(self, replicas: int) -> None:
         if not 0 <= self.held_out < 1:
             raise BadInput(f"held_out is {self.held_out}, expected a share from 0 to below 1")
+        if self.max_length is not None and self.max_length < 1:
+            raise BadInput(f"max_length is {self.max_length}, expected at least 1")
 
     def open(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -267,7 +279,7 @@ class ArrowWriter(Stage):
         for split, rows in self.pending.items():
             if not rows:
                 continue
-            start = _total(self.shards, split)["rows"]
+            start = shard_totals(self.shards, split)["rows"]
             name = f"{split}-{start}-{start + len(rows)}.arrow"  # decides its rows, whoever wrote it
             self.shards.append({"name": name, "split": split, "start": start, **write_shard(self.staging / name, rows)})
             rows.clear()
@@ -278,8 +290,11 @@ class ArrowWriter(Stage):
         return {"key": self.made["key"], "shards": list(self.shards), "dropped": dict(self.dropped)}
 
     def restore(self, state: dict[str, Any]) -> None:
+        own = {"name": "", "split": "", "start": 0, "rows": 0, "tokens": 0, "supervised": 0}
+        refuse_other_form({"key": "", "shards": [own], "dropped": {}}, state, "state")
+        refuse_other_form(dict.fromkeys(state["dropped"], 0), state["dropped"], "state.dropped")
         if state["key"] != self.made["key"]:
-            raise BadInput(f"{self.path}: the snapshot belongs to rows that are made in another way")
+            raise BadSnapshot(f"{self.path}: the snapshot belongs to rows that are made in another way")
         self.shards, self.dropped = list(state["shards"]), Counter(state["dropped"])
         self.staging.mkdir(parents=True, exist_ok=True)
         for shard in self.shards:
@@ -294,21 +309,21 @@ class ArrowWriter(Stage):
                 raise IndexError(f"{whole} is not of this run")
             copy_rows(whole, shard["start"], shard["start"] + shard["rows"], self.staging / shard["name"])
         except IndexError as error:
-            raise BadInput(f"cannot go on: shard {self.staging / shard['name']} is gone, and {error}") from None
+            raise BadSnapshot(f"cannot go on: shard {self.staging / shard['name']} is gone, and {error}") from None
 
     def finish(self) -> None:
         """Put the shards together, also those of a stopped run. Raises `BadInput` if no row has a supervised token."""
         self._flush()
-        total = _total(self.shards)
+        total = shard_totals(self.shards)
         if not total["rows"] and not self.dropped:
             return  # stopped before anything was read
-        if not _total(self.shards, "train")["supervised"]:
+        if not shard_totals(self.shards, "train")["supervised"]:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             raise BadInput(f"{self.path}: no row to train on has a supervised token (dropped: {reasons or 'none'})")
         for split in ("eval", "train"):  # train last: where it is, everything is
             files = [self.staging / shard["name"] for shard in self.shards if shard["split"] == split]
             if files:
-                made = {**self.made, "split": split, **_total(self.shards, split), "dropped": dict(self.dropped)}
+                made = {**self.made, "split": split, **shard_totals(self.shards, split), "dropped": dict(self.dropped)}
                 assemble(files, self.folder / f"{split}.arrow", made)
             else:
                 (self.folder / f"{split}.arrow").unlink(missing_ok=True)  # of an overwritten data set
@@ -321,18 +336,12 @@ class ArrowWriter(Stage):
 
     def _summary(self) -> str:
         dropped = self.dropped.total()
-        lines = [f"{_total(self.shards)['rows'] + dropped} rows read, {dropped} dropped"]
+        lines = [f"{shard_totals(self.shards)['rows'] + dropped} rows read, {dropped} dropped"]
         lines += [f"  {count:>8} {reason}" for reason, count in self.dropped.most_common()]
         for split in ("train", "eval"):
-            total = _total(self.shards, split)
+            total = shard_totals(self.shards, split)
             share = total["supervised"] / max(total["tokens"], 1)
             lines.append(f"{split}: {total['rows']} rows, {total['tokens']} tokens, {share:.1%} supervised")
         for key in ("tokenizer", "revision", "template", "thinking", "max_length", "responses", "seed"):
             lines.append(f"{key}: {self.made[key]}")
         return "\n".join(lines) + "\n"
-
-
-def _total(shards: list[dict[str, Any]], split: str | None = None) -> dict[str, int]:
-    """Rows, tokens and supervised tokens of the shards of a split (None: of all)."""
-    chosen = [shard for shard in shards if split in (None, shard["split"])]
-    return {key: sum(shard[key] for shard in chosen) for key in ("rows", "tokens", "supervised")}

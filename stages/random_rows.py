@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_pipe import BadInput, Context, Footprint, Source
+from dflash_pipe import BadInput, Context, Footprint, Source, refuse_other_form
+from dflash_pipe.errors import BadSnapshot
 from stages.footprints import token_bytes
 from stages.messages import TokenBatch
 
@@ -69,10 +70,13 @@ class RandomTokens(Source[TokenBatch]):
         self._of = {"seed": ctx.seed, **{name: getattr(self, name) for name in names}}
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, TokenBatch | None]]:
-        """Yield the micro-batches after `cursor`. Raises `BadInput` for a cursor of other settings."""
-        if cursor is not None and cursor.get("of") != self._of:
-            raise BadInput(f"cannot go on: the snapshot is of random tokens with {cursor.get('of')}, here {self._of}")
-        for number in range(cursor["done"] if cursor else 0, self.steps * self.window):
+        """Yield the micro-batches after `cursor`. Raises `BadSnapshot` for a cursor of other settings."""
+        total = self.steps * self.window
+        if cursor is not None:
+            refuse_other_form({"done": range(1, total + 1), "of": {}}, cursor, "cursor")
+            if cursor["of"] != self._of:
+                raise BadSnapshot(f"cannot go on: it is of random tokens with {cursor['of']}, here {self._of}")
+        for number in range(cursor["done"] if cursor else 0, total):
             yield {"done": number + 1, "of": self._of}, self._batch(number)
 
     def _batch(self, number: int) -> TokenBatch:

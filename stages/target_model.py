@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import logging
 import sys
 import warnings
@@ -20,8 +21,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from dflash_pipe.errors import BadInput, nearest
-from stages.frozen import random_embedding
-from stages.model_source import ModelSource, Weights, first_line, locate, quiet, text_config
+from stages.frozen import INDEX, SINGLE, random_embedding
+from stages.model_source import (
+    ModelSource,
+    Weights,
+    first_line,
+    locate,
+    quiet,
+    refuse_unreachable,
+    text_config,
+)
 from stages.sized_models import refuse_weights
 from stages.truncated_target import TruncatedTarget
 
@@ -40,6 +49,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KERNEL_PACKAGES = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+_WEIGHTS = (INDEX, SINGLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
 _AUTO: Any = AutoModelForCausalLM
 log = logging.getLogger("dflash_pipe")
 
@@ -181,6 +191,8 @@ def _load(
 
 def _pretrained(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     try:
+        if not source.local:
+            _refuse_unreachable_weights(source)
         causal, info = _AUTO.from_pretrained(
             source.place, revision=source.revision, config=config, dtype=dtype, output_loading_info=True
         )
@@ -191,6 +203,14 @@ def _pretrained(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise source.complaint(f"its checkpoint lacks {lacking[0]}{more} of {type(causal).__name__}")
     return causal
+
+
+def _refuse_unreachable_weights(source: ModelSource) -> None:
+    """Raise Missing for weights that are neither here nor to be had: transformers would say that the model has none."""
+    found = source.file(*_WEIGHTS)
+    if found is not None and found.suffix == ".json":
+        for shard in sorted(set(json.loads(found.read_text())["weight_map"].values())):
+            refuse_unreachable(source, shard)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_pipe import Context, Source, Stage, Stamp
+from dflash_pipe import Context, Source, Stage, Stamp, refuse_other_form
 
 __all__ = ["Digest", "Number", "Numbers", "Partials", "Wait", "WaitOptimizer", "WaitStep", "Weights"]
 
@@ -88,6 +88,8 @@ class Numbers(_Timed, Source[Number]):
     nbytes: int = 8
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, Number | None]]:
+        if cursor is not None:
+            refuse_other_form(range(1, self.count + 1), cursor, "cursor")
         for index in range(cursor or 0, self.count):
             self.wait()
             yield index + 1, Number(index, self.nbytes)
@@ -163,4 +165,5 @@ class WaitOptimizer(_Timed, Stage):
         return {"step": self._weights.step, "digest": self._weights.digest}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._weights = Weights(int(state["step"]), str(state["digest"]))
+        refuse_other_form({"step": 0, "digest": ""}, state, "state")
+        self._weights = Weights(state["step"], state["digest"])

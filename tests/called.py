@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app, main
+from benchmarks.commands import app, main
 from dflash_pipe import Source
 from stages.toy import Number
 

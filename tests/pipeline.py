@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_pipe import Context, EndOfChannel, Message, Source, Stage, Stamp
+from dflash_pipe import Context, EndOfChannel, Message, Source, Stage, Stamp, Transport
 from dflash_pipe.check import check
 from dflash_pipe.graph import Graph, load
 from dflash_pipe.plan import plan
@@ -71,6 +71,14 @@ class Beside:
 def hook(name: str, *arguments: Any) -> Any:
     """What the test has put there for a stage to call, if anything."""
     return HOOKS[name](*arguments) if name in HOOKS else None
+
+
+class Hooked(Transport):
+    """Calls HOOKS["receive"](payload)."""
+
+    def on_receive(self, payload: Any, device: str) -> Any:
+        hook("receive", payload)
+        return payload
 
 
 class Count(Source[int]):

@@ -58,7 +58,7 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(ways: Ways, tmp_path:
     assert list(kept["layers"]) == list(autotune.LAYERS[:2])
     assert all(0 <= found.pop("seconds") < 10 and found == FOUND for found in kept["layers"].values())
     assert "ours 0 of 16 0 2.0 1.0 10.0 11.0 0" in [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert "2 GPU(s); ours, with saved tuning: the same bits" in result.output
+    assert "2 GPUs; ours, with saved tuning: the same bits" in result.output
 
 
 def test_stopped_in_the_first_way_it_shows_the_launches(ways: Ways, tmp_path: Path) -> None:

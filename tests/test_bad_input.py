@@ -477,7 +477,7 @@ def test_the_good_one_is_good(folder):
 
 
 def test_the_installed_command_prints_no_traceback(folder):
-    command = [sys.executable, "-m", "dflash_pipe.cli", "check", "good.yaml", "windw=3"]
+    command = [sys.executable, "-m", "dflash_pipe", "check", "good.yaml", "windw=3"]
     root = str(Path(__file__).parent.parent)
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": root})
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from stages.checkpoint import export
 from stages.dflash_model import DrafterKeys, initial_parameters
@@ -30,6 +33,7 @@ def written(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     drafter = DrafterKeys(target="tiny:qwen3", layers=[1, 3, 5], num_layers=1, block_size=4, mask_token_id=3).resolve()
     export(drafter, {}, initial_parameters(drafter, 0), folder / "export")
     (folder / "chats.jsonl").write_text('{"prompt": "fine"}\n')
+    save_file({"std": torch.ones(3)}, folder / "narrow.safetensors")
     return folder
 
 
@@ -41,8 +45,14 @@ def written(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path
         (f"{TINY} data.path=foreign.arrow", "was made with the tokenizer of 'package:smollm2'"),
         (EVALUATE, "the drafter was trained with target layers [1, 3, 5], not [1, 2, 3, 4, 5]: set target.layers="),
         (f"{EVALUATE} target.layers=[1,3,5] drafter.block_size=9", "block_size is 9, expected 2..4"),
-        ("graphs/prepare.yaml conversations.path=chat.jsonl", "chat.jsonl (did you mean 'chats.jsonl'?)"),
-        ("graphs/regenerate.yaml prompts.path=chat.jsonl", "chat.jsonl (did you mean 'chats.jsonl'?)"),
+        (f"{RANDOM} drafter.head_dim=0", "stages.drafter: head_dim is 0, expected at least 1, or null"),
+        (f"{RANDOM} drafter.head_dim=3", "stages.drafter: head_dim is 3, expected an even number"),
+        (f"{RANDOM} drafter.feature_std=own.arrow", "feature_std: expected a .safetensors file with tensor 'std'"),
+        (f"{RANDOM} drafter.feature_std=.", "feature_std: expected a .safetensors file with tensor 'std' [192]"),
+        (f"{RANDOM} drafter.feature_std=narrow.safetensors", "feature_std: 'std' is (3,), expected [192]"),
+        (f"{EVALUATE} drafter.path=own.arrow", "own.arrow is not a directory"),
+        ("graphs/prepare.yaml conversations.path=export", "path: export is a folder, expected a JSON Lines file"),
+        ("graphs/prepare.yaml conversations.path=chats.jsonl conversations.limit=0", "limit is 0, expected at least 1"),
         (
             "graphs/prepare.yaml conversations.path=chats.jsonl target.model=sizes:qwen3_8b",
             "target 'sizes:qwen3_8b': it has no tokenizer",
@@ -61,7 +71,45 @@ def test_it_is_refused_in_one_line(
     for command in (["check"], ["run", "--plain", "--runs", str(tmp_path)]):
         assert called(monkeypatch, *command, *words.split()) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert (said in line and ".yaml:" in line.partition(" ")[0]) or line.startswith("command line: ")
+        assert said in line
+        where = line.partition(": ")[0]
+        assert ".yaml:" in where or where in ("command line", words.rpartition("=")[2])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{TINY} data.path=ow.arrow", "stages.data: no data set at ow.arrow (did you mean 'own.arrow'?)"),
+        (
+            f"{RANDOM} drafter.feature_std=narow.safetensors",
+            "stages.drafter: feature_std: no file narow.safetensors (did you mean 'narrow.safetensors'?)",
+        ),
+        (f"{EVALUATE} drafter.path=exports", "stages.drafter: path: no drafter at exports (did you mean 'export'?)"),
+        (
+            f"{EVALUATE} drafter.path=null drafter.keys={{feature_std:\\ none.safetensors}}",
+            "stages.drafter: feature_std: no file none.safetensors",
+        ),
+        ("graphs/prepare.yaml conversations.path=chat.jsonl", "chat.jsonl (did you mean 'chats.jsonl'?)"),
+        ("graphs/regenerate.yaml prompts.path=chat.jsonl", "chat.jsonl (did you mean 'chats.jsonl'?)"),
+    ],
+)
+def test_what_is_not_there_is_told_by_check_and_refused_by_a_run(
+    words: str,
+    said: str,
+    written: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It may be made before the graph is run."""
+    monkeypatch.chdir(written)
+    assert called(monkeypatch, "check", *shlex.split(words)) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert said in first and last.endswith("sound, as far as can be told without what is not here")
+    assert called(monkeypatch, "run", "--plain", "--runs", str(tmp_path), *shlex.split(words)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and line.startswith("command line: ")
     assert not list(tmp_path.iterdir())
 
 

@@ -125,7 +125,7 @@ def test_stopped_topologies_show_those_that_have_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compare, "run", stopping(compare.run, at))
     result = called("topologies", TOY[0], TOY[1], *FAST, "--repeat", repeat)
     assert result.exit_code == 130
-    assert "\nStopped after 1 of 1 timed runs of each, before overlapped. sequential: " in result.output
+    assert "\nStopped after 1 of 1 timed run of each, before overlapped. sequential: " in result.output
 
 
 def test_what_ran_before_a_run_that_fails_is_shown(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.models import OptionInfo
 
 from benchmarks import ladder, rows, sync
-from benchmarks.__main__ import app, main
+from benchmarks.commands import app, main
 from benchmarks.verdicts import Verdict, verdict_of
 from dflash_pipe import BadInput
 from dflash_pipe.runtime import Run

@@ -242,7 +242,7 @@ def test_a_stateful_terminal_stage_may_fire_per_message(graph):
         ),
         (
             "workers: {target: {replicas: 2, device: [cpu]}}",
-            "1.yaml:1: worker 'target': 1 devices for 2 replicas of target",
+            "1.yaml:1: worker 'target': 1 device for 2 replicas of target",
         ),
         ("workers: {target: {turn: gpu}}", "1.yaml:1: worker 'target': turn 'gpu' is shared with nobody"),
         (
@@ -292,11 +292,11 @@ def test_a_stateful_terminal_stage_may_fire_per_message(graph):
         ),
         (
             "channels: {features: {group: 2}}\ncredits: {messages: 1}",
-            "1.yaml:2: channel 'features': credits: 1 messages never make a group of 2",
+            "1.yaml:2: channel 'features': credits: 1 message cannot make a group of 2",
         ),
         (
             "channels: {features: {group: 3, capacity: 3}}\ncredits: {windows: 1}",
-            "1.yaml:2: channel 'features': credits: 1 windows of 4 never complete the last group of 3",
+            "1.yaml:2: channel 'features': credits: 1 window of 4 cannot complete the last group of 3",
         ),
     ],
 )
@@ -393,7 +393,7 @@ def test_overlays_that_are_refused(graph, overlay, expected):
                 channels="a: {from: data, to: [tally, late.x]}\nb: {from: tally, to: late.tally, per: window}",
             )
             + "credits: {messages: 3}\n",
-            "0.yaml:11: channel 'b': credits: 3 messages never make a window of 4",
+            "0.yaml:11: channel 'b': credits: 3 messages cannot make a window of 4",
         ),
     ],
 )

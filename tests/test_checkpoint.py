@@ -199,8 +199,11 @@ def test_broken_folders_are_refused_in_one_line(tmp_path: Path, case: str) -> No
 
 
 def test_not_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="is not a directory"):
+    with pytest.raises(BadInput, match="no drafter at"):
         load_drafter(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="is not a directory"):
+        load_drafter(tmp_path / "file")
 
 
 def stage(run: Path, **fields: Any) -> Export:
@@ -255,6 +258,8 @@ def test_a_resumed_run_exports_what_it_has_though_nothing_is_left_to_train(tmp_p
             assert torch.equal(flat, initial_parameters(made.config, step).bfloat16())
             assert read_record(made.to)["step"] == step
         assert [p.name for p in made.to.parent.iterdir() if p.name.startswith(".")] == []
+    with pytest.raises(BadInput, match=r"state\.step is -1, expected a whole number from 0"):
+        resumed(tmp_path / "run", -1)
     made = resumed(tmp_path / "run", 5)
     made.process(Parameters(initial_parameters(made.config, 7), 7))
     made.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def called(*arguments: object) -> int:
 @contextmanager
 def started(*arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """`dflash-pipe ARGUMENTS` as a process of its own."""
-    command = [sys.executable, "-m", "dflash_pipe.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "dflash_pipe", *map(str, arguments)]
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **environment}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -113,7 +114,16 @@ def test_wrong_input_found_by_a_stage_is_one_line(
         "channels: {one: {from: data, to: bad}}\nworkers: {a: {stages: [data]}, b: {stages: [bad], replicas: 2}}\n"
     )
     assert called("run", "--plain", "--runs", tmp_path / "runs", graph) == 2
-    assert capsys.readouterr().err == "train.jsonl: row 3 has no 'text'\n"
+    met = r"worker b\[[01]\], (open|process message \d of window \d)"
+    assert re.fullmatch(rf"train.jsonl: row 3 has no 'text'; in stage bad \({met}\)\n", capsys.readouterr().err)
+
+
+def test_what_several_replicas_met_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    met = [cli.BadInput("odd", "here") for _ in range(2)]
+    met[0].met_by, met[1].met_by = "b[0]", "b[1]"
+    with pytest.raises(SystemExit), cli.failures_to_exit_codes():
+        raise ExceptionGroup("run", met)
+    assert capsys.readouterr().err in ("here: odd; in b[0]\n", "here: odd; in b[1]\n")
 
 
 @pytest.mark.parametrize(("index", "resume"), [(0, False), (8, True)])
@@ -183,7 +193,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
-@pytest.mark.parametrize("how", ["nothing", "other dataflow", "damaged"])
+@pytest.mark.parametrize("how", ["nothing", "other dataflow", "damaged", "cursor", "state", "window"])
 def test_a_resume_that_cannot_be_honoured_is_refused(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,10 +204,20 @@ def test_a_resume_that_cannot_be_honoured_is_refused(
         (tmp_path / "overlapped").mkdir()
     if how == "damaged":
         (newest(tmp_path / "overlapped") / "state.safetensors").write_bytes(b"")
+    elif how in ("cursor", "state", "window"):
+        file = newest(tmp_path / "overlapped") / "snapshot.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), how: {"step": -1} if how == "state" else None}))
     capsys.readouterr()
     seed = ["seed=1"] if how == "other dataflow" else []
     assert called("run", "--plain", "--resume", tmp_path / "overlapped", *graph, *seed) == 2
-    line = {"nothing": "it has no snapshot", "other dataflow": "another dataflow", "damaged": "not a whole snapshot"}
+    line = {
+        "nothing": "it has no snapshot",
+        "other dataflow": "another dataflow",
+        "damaged": "not a whole snapshot",
+        "cursor": "snapshot.json: cursor is null, expected",
+        "state": "snapshot.json: state.step is -1, expected",
+        "window": "snapshot.json: window is null, expected 8",
+    }
     said = capsys.readouterr().err
     assert line[how] in said and said.count("\n") == 1
 
@@ -279,7 +299,7 @@ def test_half_a_line_of_metrics_as_a_crash_may_leave_it_is_made_again(tmp_path: 
     folder = tmp_path / "one"
     shutil.rmtree(newest(folder))  # that of the end: the one before is of step 6
     whole = (folder / "metrics.jsonl").read_bytes()
-    (folder / "metrics.jsonl").write_bytes(whole[:-9])
+    (folder / "metrics.jsonl").write_bytes(b'{"step": null}\n{"step": "x"}\n[]\n' + whole[:-9])
     assert called("run", "--plain", "--resume", folder) == 0
     again = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert again == [json.loads(line)["step"] for line in whole.splitlines()]

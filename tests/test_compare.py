@@ -152,7 +152,7 @@ workers: {main: {stages: [data, target]}}
 
 
 def test_a_run_that_is_all_warm_up_measures_nothing() -> None:
-    with pytest.raises(BadInput, match="sequential: all of its 2 steps are warm-up: give more --steps"):
+    with pytest.raises(BadInput, match="sequential: all of its steps are warm-up: give more --steps"):
         called("topologies", TOY[0], *FAST, "data.count=8", "--repeat", 1)
 
 
@@ -355,6 +355,11 @@ def test_the_headline_calls_nothing_the_fastest_that_is_not() -> None:
         "overlapped is the fastest: 2.00 times as fast as sequential (2.00 to 2.00)."
     )
     assert headline([slow, ran(other, 2.0, 2.04, 1.96)]).startswith("sequential is the fastest: 2.00 times as fast as")
+    assert headline([ran(one, 1.0), ran(other, 0.994)]).startswith("overlapped is the fastest: 1.01 times as fast as")
+    for seconds in (0.996, 1.0, 1.004):  # which is not to be seen in the ratio
+        unseen = headline([ran(one, 1.0), ran(other, seconds)])
+        assert "cannot be told apart by 1 run each" in unseen and unseen.endswith(" is 1.00 times as fast.")
+    assert "told apart" in headline([slow, ran(other, 0.98, 0.99, 0.976)])  # 1.02, and at least 1.004
     alike = headline([slow, ran(other, 0.5, 0.52, 0.48), ran(third, 0.5, 0.5, 0.5)])
     assert alike == (
         "overlapped and parallel_target cannot be told apart by 3 runs each: overlapped is 0.96 to 1.04 times as fast."

@@ -12,8 +12,9 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_pipe import BadInput
-from stages.dflash_config import DrafterConfig, DrafterKeys, resolve_mask_token
+from stages.dflash_config import DrafterConfig, DrafterKeys
 from stages.dflash_rope import inverse_frequencies
+from stages.mask_token import resolve_mask_token
 from stages.model_source import load_tokenizer, locate, text_config
 from tests.drafters import config
 

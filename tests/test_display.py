@@ -124,7 +124,8 @@ def test_on_a_terminal_the_picture_is_redrawn_and_then_replaced_by_the_table():
     assert not drawing()
 
 
-def test_without_a_terminal_there_are_plain_lines_and_no_control_codes():
+def test_without_a_terminal_there_are_plain_lines_and_no_control_codes(monkeypatch):
+    monkeypatch.setattr("dflash_pipe.display.PLAIN_EVERY", 0.001)
     run, screen = Run(), console(terminal=False)
     with Display(run, screen):
         run.wait()
@@ -132,6 +133,14 @@ def test_without_a_terminal_there_are_plain_lines_and_no_control_codes():
     assert first.startswith("0:16 · window 1 · loss 1") and "messages" in "".join(table)
     assert "\x1b" not in screen.file.getvalue()
     assert not drawing()
+
+
+def test_a_run_that_is_over_before_the_first_plain_line_has_none():
+    screen = console(terminal=False)
+    with Display(lambda: VIEW, screen):
+        pass
+    first, *_ = screen.file.getvalue().splitlines()
+    assert first.startswith("demo · 16 windows in")
 
 
 def test_a_plain_line_comes_only_when_something_moved():
@@ -150,7 +159,8 @@ def test_a_curve_grows_by_one_point_a_window():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_an_error_in_drawing_leaves_the_run_alone_and_surfaces_at_the_end(terminal):
+def test_an_error_in_drawing_leaves_the_run_alone_and_surfaces_at_the_end(terminal, monkeypatch):
+    monkeypatch.setattr("dflash_pipe.display.PLAIN_EVERY", 0.001)
     run = Run(fails=1)
     finished = False
     with pytest.raises(ValueError, match="cannot look"), Display(run, console(terminal), every=0.001):

@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused(trained: dict[str, Trained]) -> None:
         AcceptanceWalk(path=None, target=TARGET, keys={"num_layers": 0}).check(1)
     with pytest.raises(BadInput, match=r"trained with target layers \[1, 3, 5\], not \[1, 3, 6\]: set target.layers="):
         walk(made.folder, made.features, layers=[1, 3, 6])
-    with pytest.raises(BadInput, match=r"nowhere is not a directory"):
+    with pytest.raises(BadInput, match=r"no drafter at nowhere"):
         walk(Path("nowhere"), made.features)
     with pytest.raises(BadInput, match=r"block_size is 5, expected 2\.\.4"):
         walk(made.folder, made.features, block_size=5)

@@ -339,6 +339,30 @@ def test_the_cpu_is_refused_only_what_is_clearly_too_much() -> None:
         refuse([Need("gpu:0", parts, 10 * GIB)])
 
 
+@pytest.mark.parametrize(
+    ("method", "error", "said"),
+    [
+        ("footprint", BadInput("odd"), "graph.yaml:4: stages.data: odd"),
+        ("footprint", BadInput("odd", "rows: 3"), "rows: 3: odd; in stage data (worker main, footprint)"),
+        ("footprint", TypeError("odd"), "odd\nin worker main: data footprint"),
+        ("check", TypeError("odd"), "odd\nin stage data: check"),
+    ],
+)
+def test_a_stage_that_cannot_answer_is_named(
+    method: str, error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the line of wrong input, and else in a note."""
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Data, method, fail)
+    with pytest.raises(type(error)) as caught:
+        needs(tmp_path, SEQUENTIAL)
+    notes = [] if isinstance(error, BadInput) else error.__notes__
+    assert "\n".join([str(caught.value), *notes]).removeprefix(f"{tmp_path}/") == said
+
+
 class Absent(Target):
     def footprint(self, ctx: Context, told: dict[str, Any]) -> Footprint:
         raise Missing("no model here")
@@ -350,7 +374,7 @@ def test_check_ends_with_whether_it_is_sound(
     """Too much for this machine's own memory is told at the end, for the graph may be another machine's; too much for a
     GPU that is here is refused."""
     (tmp_path / "graph.yaml").write_text(GRAPH + SEQUENTIAL)
-    sound = f"{tmp_path / 'graph.yaml'}: 5 stages on 1 workers, "
+    sound = f"{tmp_path / 'graph.yaml'}: 5 stages on 1 worker, "
     assert called("check", tmp_path / "graph.yaml", "main.device=cpu") == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"{sound}all sound"
     (tmp_path / "absent.yaml").write_text(GRAPH.replace("memory:Target", "memory:Absent") + SEQUENTIAL)

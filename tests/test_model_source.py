@@ -1,6 +1,8 @@
 """Where a target's files come from: tiny models that are made, names and directories that are refused, tokenizers."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from stages.model_source import ModelSource, load_tokenizer, locate, text_config
 from tests.tiny_targets import copied
 
 ROOT = Path(__file__).parent.parent
+NOT_ASKED = "the hub was not asked (offline mode): go online, or name a directory that has the model"
 
 
 pytestmark = pytest.mark.usefixtures("model_cache")
@@ -98,7 +101,8 @@ for load in (text_config, load_tokenizer, lambda model: locate(model).file("gene
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
-    assert len(lines) == 3 and all("and the hub cannot be reached: " in line for line in lines)
+    assert len(lines) == 3 and all("and the hub cannot be reached (" in line for line in lines)
+    assert all(line.endswith("): go online, or name a directory that has the model") for line in lines)
 
 
 def test_a_hub_id_that_is_not_cached_says_what_was_tried(tmp_path):
@@ -117,7 +121,55 @@ for load in (text_config, load_tokenizer):
     assert len(lines) == 2
     for line in lines:
         assert line.startswith("target 'nobody/nothing': tried the directory ")
-        assert "nothing for revision 'v2'" in line and "the hub was not asked (offline mode)" in line
+        assert "local cache (no config.json of revision 'v2')" in line and line.endswith(NOT_ASKED)
+
+
+def test_what_of_a_cached_model_is_not_cached_is_not_said_to_be_missing(tmp_path):
+    """Where nobody can be asked: a model may be fetched in part, or without asking for the files that it has not."""
+    script = """
+import torch
+from dflash_pipe.errors import Missing
+from stages.frozen import load_frozen
+from stages.model_source import ending_ids, load_tokenizer
+from stages.target_model import load_truncated
+for load in (
+    load_tokenizer,
+    ending_ids,
+    lambda model: load_frozen(model, None, torch.float32, "cpu"),
+    lambda model: load_truncated(model, None, 2, "float32", "cpu"),
+):
+    try:
+        load("nobody/nothing")
+        print("loaded")
+    except Missing as error:
+        print(error)
+"""
+    cached = tmp_path / "hub" / "models--nobody--nothing"
+    files = cached / "snapshots" / "abc"
+    files.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    whole = Path(locate("tiny:qwen3").place)
+    shutil.copy(whole / "config.json", files)
+    sharded = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00001.safetensors"}}
+
+    def loaded():
+        ended = python(script, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.splitlines()
+
+    def unknown(name):
+        return f"the hub's local cache (no {name} of revision 'main'), and {NOT_ASKED}"
+
+    index = "model.safetensors.index.json"
+    for line, name in zip(loaded(), ("tokenizer.json", "generation_config.json", index, index), strict=True):
+        assert line.endswith(unknown(name))
+    (files / index).write_text(json.dumps(sharded))
+    assert all(line.endswith(unknown("model-00001-of-00001.safetensors")) for line in loaded()[2:])
+    (files / index).unlink()
+    for file in whole.iterdir():
+        shutil.copy(file, files)
+    assert loaded() == ["loaded"] * 4  # nobody knows whether it has an index, but nobody needs to
 
 
 def test_a_file_that_the_cache_knows_to_be_missing_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

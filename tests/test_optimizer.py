@@ -291,8 +291,8 @@ def test_the_digest_of_the_state_differs_wherever_the_state_does() -> None:
 def test_a_state_that_does_not_fit_is_refused() -> None:
     stage = opened()
     good = stage.state()
-    with pytest.raises(BadInput, match="lacks exp_avg, step"):
-        stage.restore({k: v for k, v in good.items() if k not in ("exp_avg", "step")})
+    with pytest.raises(BadInput, match="lacks exp_avg, masters"):
+        stage.restore({k: v for k, v in good.items() if k not in ("exp_avg", "masters")})
     with pytest.raises(BadInput, match="of another drafter: its num_hidden_layers is 1, here it is 2"):
         opened(drafter=DRAFTER | {"num_layers": 2}).restore(good)
     with pytest.raises(BadInput, match=r"saved exp_avg is float16\[\d+\], expected float32"):

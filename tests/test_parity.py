@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import benchmarks.parity as parity
-from benchmarks.__main__ import app
+from benchmarks.commands import app
 from dflash_pipe import BadInput
 
 DATA = Path(__file__).parent / "data"
@@ -67,7 +67,7 @@ def test_command_ends_with_1_past_the_tolerance(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "no_decay.safetensors")
     result = CliRunner().invoke(app, ["parity", str(tmp_path)])
     assert result.exit_code == 1
-    assert "1 cases compared, 1 differ" in result.output
+    assert "1 case compared, 1 differs" in result.output
 
 
 def test_bad_folder_is_one_line_and_exit_2() -> None:

@@ -168,7 +168,7 @@ def test_14_ray_65060_a_slow_consumer_is_no_stall(tmp_path: Path) -> None:
 
 
 def dflash_pipe(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "dflash_pipe.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "dflash_pipe", *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -55,12 +55,17 @@ MINE = {
     "channels:\n  params: {initial: 3}": (3, "do not fit into a capacity of 2"),
     "channels:\n  grads: {per: message}": (3, "sends nothing per message"),
     "channels:\n  features:\n    group: 3": (4, "never gathers in a capacity of 2"),
-    "credits:\n  messages: 1\nchannels:\n  features: {group: 2}": (3, "never make a group of 2"),
+    "credits:\n  messages: 1\nchannels:\n  features: {group: 2}": (3, "cannot make a group of 2"),
     "channels:\n  metrics: null": (3, "no channel feeds its port"),
     "window: 3\nworkers: {drafter: {take: round_robin, replicas: 2}}": (3, "cannot be dealt evenly"),
     "stages:\n  target: {with: {layers: [99]}}": (3, "layer"),
     "stages:\n  drafter:\n    with:\n      num_layers: 1\n      mask_token_id: 99999999": (6, "mask_token_id"),
     "stages:\n  drafter: {with: {head_dim: 7}}": (3, "head_dim"),
+    "stages:\n  target:\n    with:\n      layers:\n      - 0\n      - 99\n      - 1": (7, "no layer 99"),
+    "stages:\n  target:\n    with:\n      layers:\n      - 0\n      - x": (
+        7,
+        "layers.1: should be a valid integer, got 'x'",
+    ),
 }
 # over graphs/toy/overlapped.yaml
 TOY = {
@@ -74,6 +79,23 @@ TOY = {
         "channel 'batches': data sends Number, but target.x",
     ),
     "stages:\n  more: {use: odd_places:f, with: {}}": (3, "stage 'more': no channel feeds its port 'x'"),
+    # of a list the entry
+    "workers:\n  target:\n    stages:\n    - target\n    - nope": (6, "no stage 'nope'"),
+    "workers:\n  target:\n    stages:\n    - target\n    - target": (6, "is on worker 'target' already"),
+    "workers:\n  target:\n    stages:\n    - target\n    - data": (6, "is on worker 'loader' already"),
+    "workers:\n  target:\n    replicas: 2\n    device:\n    - cpu\n    - nope": (
+        7,
+        "target.device.1: no device 'nope'",
+    ),
+    "workers:\n  target:\n    device:\n    - 7": (5, "workers.target.device.0: should be text, got 7"),
+    "channels:\n  features:\n    to:\n    - drafter.features\n    - nope": (6, "features.to.1: no stage 'nope'"),
+    "channels:\n  features:\n    to:\n    - drafter.features\n    - drafter.nope": (6, "drafter has no port 'nope'"),
+    "channels:\n  features:\n    to:\n    - drafter.features\n    - data": (6, "data is a source"),
+    "channels:\n  features:\n    to:\n    - drafter.features\n    - drafter.features": (6, "is fed by channel"),
+    "channels:\n  features:\n    to:\n    - drafter.features\n    - optimizer": (
+        6,
+        "port optimizer.grads is fed by channel 'features'",
+    ),
 }
 
 

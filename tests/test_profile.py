@@ -63,7 +63,7 @@ def test_the_only_window_of_a_run_takes_from_its_first_firing_on():
     assert (profile.steps.index, profile.steps.seconds) == ((0,), (2.0,))
     assert recorded(messages=8).profile("", "", began=1.0).steps.seconds == (4.0,)
     for unfinished in (recorded(messages=3), recorded(messages=4)):
-        with pytest.raises(BadInput, match="no window was finished"):
+        with pytest.raises(BadInput, match="of 4 messages was full"):
             unfinished.profile("", "")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app as benchmarks
+from benchmarks.commands import app as benchmarks
 from dflash_pipe import cli
 from stages.messages import FeatureBatch, TokenBatch
 

@@ -127,7 +127,7 @@ def test_a_run_of_any_window_has_a_profile_that_says_on_how_little_it_rests(wind
 
 def test_a_run_without_a_whole_window_has_no_profile(tmp_path):
     result = executed(toy(tmp_path, "overlapped", "data.count=3"))
-    assert result.profile is None and "no window was finished" in result.unmeasured
+    assert result.profile is None and " was full, and only full ones are timed" in result.unmeasured
 
 
 def test_it_knows_the_cores_what_ran_on_them_and_what_other_programs_used(tmp_path, monkeypatch):
@@ -413,9 +413,21 @@ def test_a_short_run_ends_with_how_little_was_measured(tmp_path, capsys):
     assert load(tmp_path / "overlapped" / "profile.json").steps.count == 1
 
 
-def test_a_run_without_a_step_ends_with_that(tmp_path, capsys):
-    said = said_by(capsys, "--runs", tmp_path, TOY / "overlapped.yaml", "data.count=3", *SLOW)
-    assert "step time: not measured (no step to measure: no window was finished)" in said
+@pytest.mark.parametrize(
+    ("rest", "title", "told"),
+    [
+        ("partial_window=keep", "1 window in 0:00", ""),
+        (
+            "partial_window=drop",
+            "0:00",
+            "not stepped: 3 micro-batches of a last window that was not full; no step was made\n",
+        ),
+    ],
+)
+def test_a_run_without_a_full_window_ends_with_that(rest, title, told, tmp_path, capsys):
+    said = said_by(capsys, "--runs", tmp_path, TOY / "overlapped.yaml", "data.count=3", rest, *SLOW)
+    assert f"overlapped · {title}\n" in said
+    assert f"not measured (no window of 4 messages was full, and only full ones are timed)\n{told}run folder" in said
     assert not (tmp_path / "overlapped" / "profile.json").exists()
 
 

@@ -85,7 +85,7 @@ def test_sigkill_and_the_command_line(settings: list[str], unbroken: Trained, tm
     """The same with a real process and a real SIGKILL, resumed by the command that a user types."""
     overrides = [*settings, "name=killed", "snapshot=1", "optimizer.digest=true"]
     files = [str(GRAPHS / "overlapped.yaml"), str(GRAPHS / "targets" / "tiny_llama.yaml")]
-    command = [sys.executable, "-m", "dflash_pipe.cli", "run", "--plain", "--runs", str(tmp_path)]
+    command = [sys.executable, "-m", "dflash_pipe", "run", "--plain", "--runs", str(tmp_path)]
     with subprocess.Popen([*command, *files, *overrides], stdout=subprocess.DEVNULL) as running:
         metrics = tmp_path / "killed" / "metrics.jsonl"
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_pipe.errors import BadInput, EndOfChannel, Stalled
+from dflash_pipe.errors import BadInput, EndOfChannel, Missing, Stalled
 from dflash_pipe.plan import plan
 from dflash_pipe.stall import Watchdog
 from dflash_pipe.stats import BLOCKED, STARVED
@@ -233,6 +233,7 @@ def test_a_source_may_end_by_raising(tmp_path: Path) -> None:
 FAILURES = {
     "open": ("a.open", boom, "in worker a: a open"),
     "read": ("read", at(6, boom), "in worker loader: data read message 6 of window 1"),
+    "receive": ("receive", at(5, boom), "in worker a: a receive value message 5 of window 1"),
     "process": ("a", at(5, boom), "in worker a: a process message 5 of window 1"),
     "finish": ("a.finish", boom, "in worker a: a finish"),
     "close": ("a.close", boom, "in worker a: a close"),
@@ -242,8 +243,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("where", FAILURES)
-@pytest.mark.parametrize("kind", [ArithmeticError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [ArithmeticError, SystemExit, KeyboardInterrupt, Missing])
 def test_a_failure_tells_where(tmp_path: Path, where: str, kind: type[BaseException]) -> None:
+    """Wrong input in its one line, once; anything else in a note."""
     name, call, note = FAILURES[where]
 
     def fail(*arguments: Any) -> None:
@@ -253,9 +255,12 @@ def test_a_failure_tells_where(tmp_path: Path, where: str, kind: type[BaseExcept
             raise kind("boom") from error
 
     HOOKS[name] = fail
-    error, notes = failure(run_of(tmp_path, WINDOWS, "snapshot=1"))
+    error, notes = failure(run_of(tmp_path, WINDOWS, "snapshot=1", "transport=tests.pipeline:Hooked"))
     assert type(error) is kind
-    assert note in notes
+    worker, _, place = note.removeprefix("in worker ").partition(": ")
+    stage, _, doing = place.partition(" ")
+    said = f"boom; in stage {stage} (worker {worker}, {doing})" if kind is Missing else "boom"
+    assert str(error) == said and (note in notes) is (kind is not Missing)
     assert all(f"{name} " in notes.partition("channels: ")[2] for name in ("one", "two", "sums"))
 
 
@@ -340,13 +345,11 @@ def test_what_a_failure_held_is_freed_after_the_report(tmp_path: Path) -> None:
     assert gone[0]() is None and kept.exceptions
 
 
-def test_wrong_input_that_a_stage_finds_keeps_its_type(tmp_path: Path) -> None:
-    def bad(*arguments: Any) -> None:
-        raise BadInput("no such model", "here:1")
-
-    HOOKS["a.open"] = bad
-    error, _ = failure(run_of(tmp_path, LINE))
-    assert isinstance(error, BadInput) and str(error) == "here:1: no such model"
+def test_a_source_that_cannot_account_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.pipeline.Count.account", lambda *cursors: boom(), raising=False)
+    with pytest.raises(ArithmeticError) as failed:
+        run_of(tmp_path, LINE).execute()
+    assert failed.value.__notes__ == ["in stage data: account"]
 
 
 # --- stalls

@@ -35,7 +35,7 @@ def test_a_terminal_that_hangs_up_is_a_request_to_stop(tmp_path: Path) -> None:
     """Also where the shell sends a second signal, and although nothing can be written there any more."""
     folder = tmp_path / "endless"
     endless = (TOY / "overlapped.yaml", *QUICK, "target.seconds=0.001", "data.count=100000000", "name=endless")
-    command = [sys.executable, "-m", "dflash_pipe.cli", "run", "--runs", tmp_path, *endless]
+    command = [sys.executable, "-m", "dflash_pipe", "run", "--runs", tmp_path, *endless]
     ours, its = pty.openpty()
     take = (
         "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
@@ -63,7 +63,7 @@ def test_a_terminal_that_hangs_up_is_a_request_to_stop(tmp_path: Path) -> None:
 
 def test_below_nohup_a_hang_up_changes_nothing(tmp_path: Path) -> None:
     graph = (TOY / "overlapped.yaml", *QUICK, "target.seconds=0.01", "name=on")
-    command = ["nohup", sys.executable, "-m", "dflash_pipe.cli", "run", "--plain", "--runs", tmp_path, *graph]
+    command = ["nohup", sys.executable, "-m", "dflash_pipe", "run", "--plain", "--runs", tmp_path, *graph]
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             until(lambda: steps(tmp_path / "on") >= 1)
@@ -107,3 +107,35 @@ def test_killed_and_resumed_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixt
             assert process.wait(20) == -signal.SIGKILL
         assert called("run", "--plain", "--resume", tmp_path / name, TOY / "parallel_target.yaml", *QUICK, mortal) == 0
         assert run.metrics["digest"] in (tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]
+
+
+INTERRUPTS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt as error:  # as an extension module does, unless it aborts
+    raise ImportError("initialization failed") from error
+"""
+
+
+TOY_GRAPH = "graphs/toy/overlapped.yaml"
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("typer", ("-m", "dflash_pipe", "check", TOY_GRAPH)),
+        ("typer", ("-c", "from dflash_pipe.__main__ import main; main()")),  # as the installed script has it
+        ("typer", ("-m", "benchmarks", "topologies", TOY_GRAPH)),
+        ("interrupts", ("-m", "dflash_pipe", "check", TOY_GRAPH, "stages.target.use=interrupts:Stage")),
+        ("interrupts", ("-m", "benchmarks", "topologies", TOY_GRAPH, "stages.target.use=interrupts:Stage")),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(
+    module: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Those of the command itself, and a stage's."""
+    (tmp_path / f"{module}.py").write_text(INTERRUPTS)
+    paths = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, *command], cwd=ROOT, env=paths, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -78,7 +78,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(call: str, tmp_path: Path, monk
     assert sorted(p.name for p in (tmp_path / "snapshots").iterdir()) == ["window-00000001", "window-00000002"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "format", "text", "key"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "text", "not UTF-8", "nested"])
 def test_what_is_not_whole_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
     folder = write(tmp_path, Snapshot(4, 1, 4, STATE, {"seed": 1}))
     about, arrays = folder / "snapshot.json", folder / "state.safetensors"
@@ -86,16 +86,90 @@ def test_what_is_not_whole_is_refused_in_one_line(damage: str, tmp_path: Path) -
         os.truncate(arrays, 20)
     elif damage == "missing":
         arrays.unlink()
-    elif damage == "text":
-        about.write_text("{")
     else:
-        changed = json.loads(about.read_text())
-        changed.pop("cursor") if damage == "key" else changed.update(format=99)
-        about.write_text(json.dumps(changed))
-    with pytest.raises(BadInput) as refused:
+        about.write_bytes({"text": b"{", "not UTF-8": b"\xff", "nested": b"[" * 99_999}[damage])
+    with pytest.raises(BadInput, match="not a whole snapshot") as refused:
         read(folder)
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
-    assert ("format 99, expected 1" if damage == "format" else "not a whole snapshot") in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": 99}, "format is 99, expected 1"),
+        ({"format": None}, "format is null, expected a whole number from 0"),
+        ({"window": "2"}, 'window is "2", expected 2'),
+        ({"window": -1}, "window is -1, expected 2"),
+        ({"window": 0}, "window is 0, expected 2"),
+        ({"index": True}, "index is true, expected a whole number from 2"),
+        ({"index": 1}, "index is 1, expected a whole number from 2"),
+        ({"dataflow": ["seed"]}, 'dataflow is ["seed"], expected an object'),
+        ({"state": None}, "state is null, expected an object"),
+        ({"cursor": None}, "cursor is null, expected where the source goes on"),
+        ({"crc32": {"flat": 1}}, "is missing (known: flat)"),
+        ({"crc32": None}, "crc32 is null, expected an object"),
+        (["window"], 'all of it is ["window"], expected an object'),
+        (None, "is missing"),
+    ],
+)
+def test_what_a_snapshot_says_has_its_form(changes: Any, said: str, tmp_path: Path) -> None:
+    """As hand-edited: one line with file and key, what is there, what was expected. None: each key left out in turn."""
+    folder = write(tmp_path, Snapshot(8, 2, 4, STATE, {"seed": 1}))
+    file = folder / "snapshot.json"
+    good = json.loads(file.read_text())
+    changed = [{**good, **changes}] if isinstance(changes, dict) else [changes]
+    if changes is None:
+        changed = [{key: good[key] for key in good if key != left_out} for left_out in good if left_out != "crc32"]
+    for content in changed:
+        file.write_text(json.dumps(content))
+        with pytest.raises(BadInput) as refused:
+            read(folder)
+        line = str(refused.value)
+        assert line.startswith(f"{file}: ") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize("where", ["flat", "scalar", "header"])
+def test_a_flipped_bit_in_an_array_is_noticed(where: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, Snapshot(8, 2, 4, STATE, {"seed": 1}))
+    file, about = folder / "state.safetensors", folder / "snapshot.json"
+    stored = bytearray(file.read_bytes())
+    if where == "header":  # another type of as many bytes
+        stored = stored.replace(b'"F32"', b'"I32"')
+    else:
+        stored[stored.index(np.ascontiguousarray(STATE[where]).tobytes()) + 2] ^= 4
+    file.write_bytes(stored)
+    with pytest.raises(BadInput) as refused:
+        read(folder)
+    name = "flat" if where == "header" else where
+    assert str(refused.value).startswith(f"{file}: {name} is damaged: its crc32 is ")
+    good = json.loads(about.read_text())
+    del good["crc32"]  # as older versions wrote it
+    about.write_text(json.dumps(good))
+    assert read(folder).window == 2
+
+
+def test_what_is_no_snapshot_is_left_alone(tmp_path: Path) -> None:
+    """It blocks no resume, is no snapshot to go on from, is not counted among those that are kept, and not removed."""
+    folder = tmp_path / "snapshots"
+    strays = ("window-00000009.bak", "window-00000009 copy", "window-x", "window-99", "mine.tmp", "other")
+    for stray in strays:
+        (folder / stray).mkdir(parents=True)
+    files = (".DS_Store", "window-00000007", "window-00000008~", "window-00000005.tmp", "notes.tmp")
+    for stray in files:
+        (folder / stray).write_text("")
+    assert not has_snapshot(tmp_path)
+    snapshots = Snapshots(folder, {"seed": 1}, every=1)
+    for window in range(4):
+        snapshots.window_done(Stateful(), ends(window))
+    own = {"window-00000003", "window-00000004"}
+    assert {path.name for path in folder.iterdir()} == {*strays, *files, *own}
+    assert newest(tmp_path).name == "window-00000004"
+    (folder / "window-00000011").mkdir()  # but this is one, and damaged
+    with pytest.raises(BadInput, match=r"window-00000011: not a whole snapshot .*; window-00000004 is whole: remove"):
+        read(newest(tmp_path))
+    for window in ("window-100000000", "window-99999999"):
+        (folder / window).mkdir()
+    assert newest(tmp_path).name == "window-100000000"
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

@@ -50,5 +50,5 @@ def test_gpus_that_differ_have_not_settled():
 
 def test_several_gpus_are_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(BadInput, match="this machine has 1 GPUs, and one target is set against several"):
+    with pytest.raises(BadInput, match="this machine has 1 GPU, and one target is set against several"):
         called("targets")

@@ -49,7 +49,7 @@ def test_the_wheel_holds_all_graphs_and_nothing_else_of_the_checkout(unpacked, t
 
 def test_the_command_is_declared_and_the_licence_goes_along(unpacked):
     (info,) = unpacked.glob("*.dist-info")
-    assert "dflash-pipe = dflash_pipe.cli:main" in (info / "entry_points.txt").read_text()
+    assert "dflash-pipe = dflash_pipe.__main__:main" in (info / "entry_points.txt").read_text()
     assert (info / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
