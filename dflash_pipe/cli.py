@@ -321,8 +321,10 @@ def failures_to_exit_codes() -> Iterator[None]:
     except BaseExceptionGroup as failures:
         bad, other = failures.split(BadInput)
         if bad is not None and other is None:
-            for line in {leaf.args: str(leaf) for leaf in _leaves(bad)}.values():  # one for what several replicas met
-                print(line, file=sys.stderr)
+            lines: dict[tuple[object, ...], str] = {}
+            for leaf in _leaves(bad):
+                lines.setdefault(leaf.args, str(leaf))  # one for what several replicas met
+            print(*lines.values(), sep="\n", file=sys.stderr)
             _leave(2)
         for failure in failures.exceptions:  # the group's own frames are only this command's
             traceback.print_exception(failure)
@@ -342,3 +344,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 def _leave(code: int) -> None:
     raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

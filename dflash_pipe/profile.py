@@ -53,7 +53,8 @@ class Samples:
 
     count, total: of all that was measured, in seconds. index, seconds: of those that were kept, in order of the index
     (a message's index in the stream; what happens once a window has the index of the window's last message; replicas
-    may repeat one). measures: name -> amount in each kept one ("tokens", "padding", "rows", ...).
+    may repeat one). measures: name -> amount in each kept one ("tokens", "padding", "rows", ...). own: seconds that
+    each takes by itself, where others that computed on its device meanwhile slowed it (`dflash_pipe.sharing`).
     """
 
     count: int
@@ -61,6 +62,7 @@ class Samples:
     index: tuple[int, ...]
     seconds: tuple[float, ...]
     measures: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    own: tuple[float, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -68,12 +70,12 @@ class Samples:
 
     def fault(self) -> str:
         """What is inconsistent; empty if nothing is."""
-        lengths = {len(self.index), len(self.seconds), *map(len, self.measures.values())}
+        lengths = {len(self.index), len(self.seconds), *map(len, self.measures.values()), len(self.own or self.index)}
         if len(lengths) > 1:
-            return "index, seconds and measures have different lengths"
+            return "index, seconds, own and measures have different lengths"
         if not self.seconds or self.count < len(self.seconds):
             return f"count is {self.count}, with {counted(len(self.seconds), 'sample')} (expected at least one)"
-        numbers = (self.total, *self.seconds, *(v for values in self.measures.values() for v in values))
+        numbers = (self.total, *self.seconds, *self.own, *(v for values in self.measures.values() for v in values))
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             return "a number is negative or not finite"
         if max(self.total, *self.seconds) > _LONGEST:
@@ -109,8 +111,7 @@ class Profile:
     it ran, in words. warm_up: first windows that were left out. steps: seconds between the ends of windows; a sample's
     index is the window. stages: stage -> part -> samples. memory: device -> what it held, where that is known. host:
     None if it is not known. handed: channel -> way -> for how long handing a message over to one receiver kept the
-    sender; measure `later`: seconds until it was there after that. Only where the receiver's device was known. slowed:
-    stage -> how many times as long as it is told here it took, beside others that computed on its device."""
+    sender; measure `later`: seconds until it was there after that. Only where the receiver's device was known."""
 
     graph: str
     window: int
@@ -121,7 +122,6 @@ class Profile:
     memory: dict[str, DeviceMemory] = field(default_factory=dict)
     host: Host | None = None
     handed: dict[str, dict[Way, Samples]] = field(default_factory=dict)
-    slowed: dict[str, float] = field(default_factory=dict)
     format: str = _FORMAT
 
     def doubts(self) -> list[str]:
@@ -140,9 +140,7 @@ class Profile:
             found.append(
                 f"service times were {abs(drift):.0%} {longer} in the second half of the run than in the first"
             )
-        seconds = {stage: sum(part.total for part in self.stages[stage].values()) for stage in self.slowed}
-        matters = {s: times for s, times in self.slowed.items() if seconds[s] > _MATTERS * self.steps.total}
-        if slow := [f"{stage} {times:.2f}" for stage, times in matters.items() if times > _SLOWED]:
+        if slow := [f"{stage} {times:.2f}" for stage, times in self._slowed().items() if times > _SLOWED]:
             found.append(
                 f"workers that computed on one device at the same time took so many times as long as alone: "
                 f"{', '.join(slow)}; reckoned with is what each takes alone, if they slow each other equally"
@@ -159,6 +157,15 @@ class Profile:
                 halves[half] += weight * fmean(seconds)
         return halves[1] / halves[0] - 1.0 if halves[0] else 0.0
 
+    def _slowed(self) -> dict[str, float]:
+        """Stage that matters -> how many times as long it took as by itself, where that is known."""
+        found = {}
+        for stage, parts in self.stages.items():
+            known = [samples for samples in parts.values() if sum(samples.own)]
+            if sum(samples.total for samples in known) > _MATTERS * self.steps.total:
+                found[stage] = sum(sum(each.seconds) for each in known) / sum(sum(each.own) for each in known)
+        return found
+
     def fault(self) -> str:
         """What is inconsistent; empty if nothing is."""
         if self.window < 1 or self.warm_up < 0:
@@ -167,8 +174,6 @@ class Profile:
             return "memory: a number is negative"
         if any(LATER not in samples.measures for ways in self.handed.values() for samples in ways.values()):
             return f"handed: samples without the measure {LATER!r}"
-        if strange := [s for s, times in self.slowed.items() if s not in self.stages or not 0.99 < times < math.inf]:
-            return f"slowed: {strange[0]} was not measured, or took less time than by itself"
         if self.host is not None and not (self.host.cores >= 1 and 0.0 <= (self.host.others or 0.0) <= 1.0):
             return "host: expected at least 1 core, and a share of others between 0 and 1"
         parts = {f"stages.{s}.{p}": samples for s, parts in self.stages.items() for p, samples in parts.items()}

@@ -23,7 +23,7 @@ from dflash_pipe.exclusive import shared_devices
 from dflash_pipe.message import Stamp, payload_bytes
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import DeviceMemory, Host, Part, Profile, Recorder, Way, hand_off
-from dflash_pipe.sharing import alone
+from dflash_pipe.sharing import with_own_seconds
 from dflash_pipe.stats import Activity, DepthEntry, Newest, WaitEntry
 from dflash_pipe.trace import Depth, Span, Timeline, Wait
 from dflash_pipe.transport import Transport
@@ -253,10 +253,7 @@ class Recording:
         spans = (entry for tape in self.tapes.values() for entry in tape.spans.entries)
         began = min((entry[4] for entry in spans if entry[2] >= 0), default=None)  # -1: of a first token
         profile = replace(self.recorder.profile(graph, words, memory, began), host=host)
-        if not shared_devices(self.plan):
-            return profile
-        first = self.recorder.first if profile.warm_up else 0
-        return alone(profile, self.plan, (span for span in self.timeline().spans if span.window >= first))
+        return with_own_seconds(profile, self.plan, self.timeline().spans) if shared_devices(self.plan) else profile
 
     def _host(self) -> Host:
         stations = [station for worker in self.plan.workers for station in worker.stations]

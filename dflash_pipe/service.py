@@ -41,10 +41,12 @@ def replicas_busy(profile: Profile, plan: Plan, stage: str) -> float:
 
 
 def uncontended(profile: Profile, plan: Plan) -> Profile:
-    """The profile without what its CPU stages waited for cores. plan: that was profiled.
+    """The profile without what its stages cost each other on devices that they shared, and what its CPU stages waited
+    for cores. plan: that was profiled.
 
     Where more of them were busy at a time than the cores have room for, each got its share only.
     """
+    profile = _alone_on_devices(profile)
     host = profile.host
     shared = shared_cores(plan, host.cores, host.stages) if host is not None else {}
     if not shared:
@@ -55,6 +57,19 @@ def uncontended(profile: Profile, plan: Plan) -> Profile:
     for stage in stages if busy > room else ():
         profile = sped_up(profile, stage, room / busy)
     return profile
+
+
+def _alone_on_devices(profile: Profile) -> Profile:
+    stages: dict[str, dict[Part, Samples]] = {
+        stage: {part: _own(samples) if sum(samples.own) else samples for part, samples in parts.items()}
+        for stage, parts in profile.stages.items()
+    }
+    return replace(profile, stages=stages)
+
+
+def _own(samples: Samples) -> Samples:
+    total = samples.total * sum(samples.own) / sum(samples.seconds)
+    return replace(samples, total=total, seconds=samples.own, own=())
 
 
 def sped_up(profile: Profile, stage: str, factor: float) -> Profile:

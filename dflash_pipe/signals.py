@@ -23,12 +23,16 @@ def leaving() -> Iterator[None]:
     unhandled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ours = unhandled and threading.current_thread() is threading.main_thread()
     if ours:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+        signal.signal(signal.SIGINT, _leave)
     try:
         yield
     finally:
-        if ours:
+        if ours and signal.getsignal(signal.SIGINT) is _leave:  # a module may have set its own
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 @contextmanager

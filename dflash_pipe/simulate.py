@@ -5,7 +5,8 @@ gates. What a worker does between them is written again here: ports read in orde
 Work on a device that several workers share can be made to exclude each other.
 
 Left out: opening, messages that stages leave empty, hand-offs where it depends on who is free whether they leave the
-device, and the end of the stream: the source never ends, and reads one message ahead, across windows too. And that a
+device, and the end of the stream: the source never ends, and reads one message ahead, across windows too. That work on
+a shared device interleaves: here it is whole firings that take turns, so a short one waits for a long one. And that a
 worker is ahead of its GPU: it takes the next message while its device works on the last, which acts as one message more
 of room around it; with little room a real run may be faster. (What its copy to another device puts in a channel is the
 message that a sender waits with here, too.)

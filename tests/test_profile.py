@@ -105,7 +105,10 @@ def test_what_is_no_profile_is_told_in_one_line(tmp_path):
         ({"window": "four"}, "window: input should be a valid integer"),
         ({"window": 0}, "window is 0 and warm_up 2, expected at least 1 and 0"),
         ({"warm_up": -1}, "window is 4 and warm_up -1, expected"),
-        ({"steps": {**good["steps"], "seconds": [1.0]}}, "steps: index, seconds and measures have different lengths"),
+        (
+            {"steps": {**good["steps"], "seconds": [1.0]}},
+            "steps: index, seconds, own and measures have different lengths",
+        ),
         ({"steps": {**good["steps"], "total": -1}}, "steps: a number is negative or not finite"),
         ({"steps": {**good["steps"], "total": float("nan")}}, "steps: a number is negative or not finite"),
         ({"steps": {**good["steps"], "total": float("inf")}}, "steps: a number is negative or not finite"),
@@ -113,9 +116,8 @@ def test_what_is_no_profile_is_told_in_one_line(tmp_path):
         ({"steps": {**good["steps"], "total": 9}}, "steps: total is 9 s, but the samples add up to"),
         ({"steps": {"count": 0, "total": 0, "index": [], "seconds": []}}, "steps: count is 0"),
         ({"memory": {"cuda:0": {"peak": -1, "total": 1, "stages": []}}}, "memory: a number is negative"),
-        ({"slowed": {"targt": 2.0}}, "slowed: targt was not measured"),
-        ({"slowed": {"target": 0.5}}, "slowed: target was not measured, or took less time than by itself"),
-        ({"slowed": {"target": float("inf")}}, "slowed: target"),
+        ({"steps": {**good["steps"], "own": [1.0]}}, "steps: index, seconds, own and measures have different lengths"),
+        ({"steps": {**good["steps"], "own": [-1.0] * len(good["steps"]["index"])}}, "steps: a number is negative"),
         ({"host": {"cores": 0, "stages": []}}, "host: expected at least 1 core"),
         ({"host": {"cores": 1, "stages": [], "others": float("nan")}}, "host: expected at least 1 core"),
     ]:
@@ -148,10 +150,16 @@ def test_other_programs_and_times_that_drift_are_doubts():
 
 
 def test_stages_that_slowed_each_other_are_named_where_their_time_matters():
-    profile = replace(recorded(4000).profile("", ""), slowed={"target": 1.8})
-    assert "target 1.80; reckoned with is what each takes alone" in profile.doubts()[-1]
-    few = replace(profile, steps=replace(profile.steps, total=1e3 * profile.steps.total))
-    assert few.doubts() == replace(profile, slowed={"target": 1.01}).doubts() == []
+    profile = recorded(4000).profile("", "")
+    (samples,) = profile.stages["target"].values()
+
+    def slowed(times):
+        own = tuple(seconds / times for seconds in samples.seconds)
+        return replace(profile, stages={**profile.stages, "target": {"process": replace(samples, own=own)}})
+
+    assert "target 1.80; reckoned with is what each takes alone" in slowed(1.8).doubts()[-1]
+    longer = replace(profile.steps, total=1e6 * profile.steps.total)
+    assert replace(slowed(1.8), steps=longer).doubts() == slowed(1.01).doubts() == []
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from dflash_pipe.signals import leaving
 from dflash_pipe.snapshot import newest, read
 from tests.pipeline import TOY, executed, toy, until
 from tests.test_cli import QUICK, ROOT, called, started, steps
@@ -139,3 +141,29 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(
     paths = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run([sys.executable, *command], cwd=ROOT, env=paths, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_where_nothing_is_imported_any_more_ctrl_c_is_what_it_was() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with leaving():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    with leaving():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as an imported module may
+    try:
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_modules_may_be_imported_on_any_thread() -> None:
+    seen = []
+
+    def imports() -> None:
+        with leaving():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=imports)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
