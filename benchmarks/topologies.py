@@ -23,7 +23,6 @@ from benchmarks.graphs import inputs, loaded, on_devices_of, source
 from benchmarks.machine import Out, described, keep
 from benchmarks.terminal import output, progress
 from dflash_pipe import BadInput
-from dflash_pipe.cli import writable
 from dflash_pipe.counted import counted
 from dflash_pipe.forecast import Forecast, Options, predict
 from dflash_pipe.forecast_table import duration, figure
@@ -31,6 +30,7 @@ from dflash_pipe.graph import Graph
 from dflash_pipe.memory import estimate, refuse
 from dflash_pipe.plan import plan
 from dflash_pipe.profile import save
+from dflash_pipe.writable import writable
 from stages.arrow_rows import ArrowRows
 
 __all__ = ["topologies"]

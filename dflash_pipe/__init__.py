@@ -1,7 +1,7 @@
 """A CSP-style staged pipeline: stages, workers, bounded channels, and a YAML graph that chooses the topology."""
 
 from dflash_pipe.errors import BadInput, BrokenChannel, Cancelled, EndOfChannel, Stalled
-from dflash_pipe.form import refuse_other_form
+from dflash_pipe.form import exactly, refuse_other_form
 from dflash_pipe.message import Message, Stamp
 from dflash_pipe.stage import Context, Footprint, Source, Stage
 from dflash_pipe.transport import Transport
@@ -19,5 +19,6 @@ __all__ = [
     "Stalled",
     "Stamp",
     "Transport",
+    "exactly",
     "refuse_other_form",
 ]

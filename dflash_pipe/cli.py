@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,7 @@ from dflash_pipe.check import check as check_graph
 from dflash_pipe.closing import closing_lines
 from dflash_pipe.counted import counted
 from dflash_pipe.display import Display
-from dflash_pipe.errors import BadInput, Missing
+from dflash_pipe.errors import BadInput, BadSnapshot, Missing
 from dflash_pipe.forecast import Options
 from dflash_pipe.forecast import predict as forecast
 from dflash_pipe.forecast_table import rendered
@@ -45,8 +45,9 @@ from dflash_pipe.snapshot import has_snapshot, newest
 from dflash_pipe.snapshot import read as read_snapshot
 from dflash_pipe.splits import SPLIT_BEGINS, ranked, splits_table, written
 from dflash_pipe.trace import TRACE_BEGINS, write_chrome
+from dflash_pipe.writable import writable
 
-__all__ = ["app", "execute", "failures_to_exit_codes", "main", "opened", "writable"]
+__all__ = ["app", "execute", "failures_to_exit_codes", "main", "opened"]
 
 # Python lets a thread that computes in pure Python keep the interpreter for 5 ms; with a stage that tokenises beside
 # stages that hand off, a tenth of that costs the pipeline 1.5 % instead of 12 %.
@@ -193,29 +194,6 @@ def opened(arguments: list[str], *, elsewhere: bool = False) -> Graph:
     return graph
 
 
-def writable(option: str, file: Path | None, inputs: Sequence[str] = (), begins: str = "") -> None:
-    """Raise BadInput, before anything runs, where an option's file is one of the inputs, is there and is none that this
-    option wrote (those begin with `begins`), or could not be written."""
-    if file is None:
-        return
-    there = file.exists()
-    if there and any(os.path.exists(each) and file.samefile(each) for each in inputs):
-        raise BadInput(f"{option}: {file} is read by this command, expected another file to write to", "command line")
-    if there and begins and file.is_file() and not _begins(file, begins):
-        raise BadInput(f"{option}: {file} is there, and this option did not write it: remove it first", "command line")
-    try:
-        file.open("ab").close()
-    except OSError as error:
-        raise BadInput(f"{option}: {file} cannot be written ({error.strerror})", "command line") from None
-    if not there:
-        file.unlink()
-
-
-def _begins(file: Path, text: str) -> bool:
-    with file.open("rb") as opened_file:
-        return opened_file.read(len(text)) in (b"", text.encode())
-
-
 def execute(
     graph: Graph,
     folder: Path,
@@ -248,9 +226,10 @@ def execute(
         try:
             with Display(running.view, console), _stopping_after(seconds, running):
                 result = running.execute(signals=signals)
-        except BaseException:
+        except BaseException as error:
             opened_folder.log(f"failed\n{traceback.format_exc()}")
-            for line in (f"failed; the log is in {folder / 'log.txt'}", *_resume_line(folder)):
+            refused = isinstance(error, BaseExceptionGroup) and error.subgroup(BadSnapshot)  # it would be again
+            for line in (f"failed; the log is in {folder / 'log.txt'}", *(() if refused else _resume_line(folder))):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             raise
         if result.profile is not None:

@@ -263,7 +263,7 @@ class Run:
     def _failed(self, error: BaseException, place: str, worker: Worker | None = None) -> None:
         """Record what failed where, with every channel's depth, and tear the rest down."""
         if isinstance(error, BadSnapshot) and self._restored is not None:
-            error = error.at(self._restored.place)
+            error.where = error.where or self._restored.place
         with self._failing:
             if isinstance(error, BadInput) and worker is not None:
                 stage, _, doing = place.partition(" ")

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dflash_pipe.errors import BadInput, BadSnapshot
-from dflash_pipe.form import refuse_other_form
+from dflash_pipe.form import exactly, refuse_other_form
 from dflash_pipe.message import Message, Stamp
 from dflash_pipe.stage import Stage
 
@@ -57,7 +57,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     partial = target.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    arrays = {k: np.asarray(v, order="C") for k, v in snapshot.state.items() if isinstance(v, np.ndarray)}
+    arrays = {k: _plain(v) for k, v in snapshot.state.items() if isinstance(v, np.ndarray)}
     save_file(arrays, partial / "state.safetensors")
     about = {
         "format": _FORMAT,
@@ -79,6 +79,11 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         if _LEFT_OVER.fullmatch(left_over.name) and left_over.is_dir():
             shutil.rmtree(left_over)
     return target
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Contiguous and in the machine's byte order, as it is read back; copied only if it is not so already."""
+    return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
 def _checksum(array: np.ndarray) -> int:
@@ -161,11 +166,8 @@ def _read(folder: Path) -> Snapshot:
 
 def _refuse_other_content(about: Any, window: int) -> None:
     """Raise BadSnapshot for a snapshot.json that is not of that window, or lacks what there is to be said."""
-    refuse_other_form({"format": 0}, about, "")
-    if about["format"] != _FORMAT:
-        raise BadSnapshot(f"format is {about['format']}, expected {_FORMAT}")
-    own = {"window": range(window, window + 1), "index": window, "state": {}, "dataflow": {}}
-    refuse_other_form(own, about, "")
+    form = {"format": exactly(_FORMAT), "window": exactly(window), "index": window, "state": {}, "dataflow": {}}
+    refuse_other_form(form, about, "")
     if about.get("cursor") is None:
         raise BadSnapshot(f"cursor is {'null' if 'cursor' in about else 'missing'}, expected where the source goes on")
 

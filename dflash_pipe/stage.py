@@ -131,7 +131,7 @@ class Stage:
 
 
 class Source(Stage, Generic[T]):
-    """A stage without inputs. `read` yields `(cursor, payload)`; a cursor is a JSON value."""
+    """A stage without inputs. `read` yields `(cursor, payload)`; a cursor is a JSON value, and not None."""
 
     def read(self, cursor: Any) -> Iterator[tuple[Any, T | None]]:
         """Yield what comes after `cursor` (None: from the beginning), each with the cursor behind it. Raises

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Coroutine, Generator, Sequence
 from typing import Any
 
-from dflash_pipe.errors import BrokenChannel, EndOfChannel
+from dflash_pipe.errors import BadInput, BrokenChannel, EndOfChannel
 from dflash_pipe.gate import Lane, TurnGate
 from dflash_pipe.message import ELSEWHERE, NOTHING, Message, Stamp, Tombstone
 from dflash_pipe.profile import Part, Way
@@ -164,6 +164,8 @@ class Worker:
                 item = next(reading, None)
             except EndOfChannel:
                 return None
+            if item is not None and item[0] is None:
+                raise BadInput("it yields None as the cursor: a cursor says where to go on; None means the beginning")
             if self.tape is not None and begin is not None and item is not None:
                 self.tape.fired(station.plan.stage, "read", stamp, begin, (item[1],), item[1])
             return item

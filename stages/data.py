@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_pipe import BadInput, Context, Footprint, Source, refuse_other_form
+from dflash_pipe import BadInput, Context, Footprint, Source, exactly, refuse_other_form
 from dflash_pipe.errors import BadSnapshot
 from stages.arrow_rows import ArrowRows, recipe_of
 from stages.batches import Cut, Epoch
@@ -235,10 +235,10 @@ class TokenBatches(Source[TokenBatch]):
         refuse_other_form({"epoch": range(len(self.behind) - 1)}, cursor, "cursor")
         before, after = self.behind[cursor["epoch"] :][:2]
         refuse_other_form({"batch": range(1, after - before + 1)}, cursor, "cursor")
-        done, rows, dropped = before + cursor["batch"], cursor["rows"], cursor["rows"]["dropped"]
+        rows, dropped = cursor["rows"], cursor["rows"]["dropped"]
         refuse_other_form(dict.fromkeys(dropped, 0), dropped, "cursor.rows.dropped")
-        read = rows["batched"] + sum(dropped.values())
-        sums = {"done": range(done, done + 1), "rows": {"read": range(read, read + 1)}}
+        read = exactly(rows["batched"] + sum(dropped.values()))
+        sums = {"done": exactly(before + cursor["batch"]), "rows": {"read": read}}
         refuse_other_form(sums, cursor, "cursor")
 
     def _next(self, epoch: Epoch, at: dict[str, Any]) -> tuple[Any, TokenBatch]:

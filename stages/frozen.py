@@ -14,7 +14,7 @@ from torch import Tensor
 from stages.model_source import ModelSource, Weights, first_line, locate, text_config
 from stages.sized_models import refuse_weights
 
-__all__ = ["INDEX", "SINGLE", "Frozen", "load_frozen", "random_embedding"]
+__all__ = ["Frozen", "load_frozen", "random_embedding", "safetensors_names", "weight_map"]
 
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -23,7 +23,6 @@ _EMBEDDINGS = (
     "embed_tokens.weight",
 )
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Config keys of targets that scale or cap what goes through these matrices; a drafter that ignores it learns nonsense.
 _SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
 
@@ -51,7 +50,7 @@ def load_frozen(
     if weights == "random":
         embed = random_embedding(config, dtype, device)
         return Frozen(embed, embed if config.tie_word_embeddings else random_embedding(config, dtype, device, seed=1))
-    files = _files(source)
+    files = _files(source, config)
     embed = _read(source, config, files, _EMBEDDINGS, dtype, device)
     if config.tie_word_embeddings and not any(name in files for name in _HEADS):
         return Frozen(embed, embed)
@@ -68,28 +67,42 @@ def _refuse_scaled(source: ModelSource, config: Any) -> None:
         raise source.complaint("Gemma models scale their embedding, which is not supported")
 
 
-def _files(source: ModelSource) -> dict[str, Path]:
-    """Tensor name -> safetensors file that holds it. Shards are fetched only when they are read."""
-    found = source.file(INDEX, SINGLE)
+def safetensors_names(config: Any) -> tuple[str, ...]:
+    """The file of all weights or the index of their shards: the names that transformers tries, in its order."""
+    named = getattr(config, "transformers_weights", None)
+    return (named,) if isinstance(named, str) else ("model.safetensors", "model.safetensors.index.json")
+
+
+def weight_map(source: ModelSource, index: Path) -> dict[str, str]:
+    """Tensor name -> name of the shard that holds it. Raises `BadInput` for a file that is no index of shards."""
+    try:
+        shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(shard, str) for shard in shards.values()):
+            return shards
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise source.complaint(f"{index.name} is not an index: {first_line(error)}") from error
+    raise source.complaint(f"{index.name} is not an index: its weight_map names no file for some tensor")
+
+
+def _files(source: ModelSource, config: Any) -> dict[str, str]:
+    """Tensor name -> name of the safetensors file that holds it. Shards are fetched only when they are read."""
+    names = safetensors_names(config)
+    found = source.file(*names)
     if found is None:
-        raise source.complaint(f"it has neither {SINGLE} nor {INDEX}")
-    if found.name == INDEX:
-        try:
-            names: dict[str, str] = json.loads(found.read_text())["weight_map"]
-        except (ValueError, KeyError, UnicodeDecodeError) as error:
-            raise source.complaint(f"{INDEX} is not an index: {first_line(error)}") from error
-        return {tensor: Path(file) for tensor, file in names.items()}
+        raise source.complaint(f"it has no {' and no '.join(names)}")
+    if found.suffix == ".json":
+        return weight_map(source, found)
     try:
         with safe_open(found, framework="pt") as file:
-            return dict.fromkeys(file.keys(), Path(SINGLE))
+            return dict.fromkeys(file.keys(), names[0])
     except SafetensorError as error:
-        raise source.complaint(f"{SINGLE} is damaged: {first_line(error)}") from error
+        raise source.complaint(f"{names[0]} is damaged: {first_line(error)}") from error
 
 
 def _read(
     source: ModelSource,
     config: Any,
-    files: dict[str, Path],
+    files: dict[str, str],
     names: tuple[str, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -97,7 +110,7 @@ def _read(
     name = next((name for name in names if name in files), None)
     if name is None:
         raise source.complaint(f"its checkpoint has no tensor {' or '.join(names)}")
-    path = source.file(str(files[name]))
+    path = source.file(files[name])
     if path is None:
         raise source.complaint(f"the file {files[name]} that holds {name} is missing")
     try:

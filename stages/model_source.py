@@ -210,9 +210,17 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
 
 
 def ending_ids(model: str, revision: str | None = None) -> list[int]:
-    """The ids that end an answer by the model's generation_config.json, which may list more than its config does."""
+    """The ids that end an answer by the model's generation_config.json, which may list more than its config does.
+
+    [] where it has none, or, in offline mode, none is cached: `hf download` leaves no word of what it did not find.
+    """
     source = locate(model, revision)
-    file = source.file("generation_config.json")
+    try:
+        file = source.file("generation_config.json")
+    except Missing:
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise
+        file = None
     if file is None:
         return []
     try:

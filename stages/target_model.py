@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import logging
 import sys
 import warnings
 from typing import Any, Literal
 
+import huggingface_hub
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from dflash_pipe.errors import BadInput, nearest
-from stages.frozen import INDEX, SINGLE, random_embedding
+from stages.frozen import random_embedding, safetensors_names, weight_map
 from stages.model_source import (
     ModelSource,
     Weights,
@@ -49,7 +49,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KERNEL_PACKAGES = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
-_WEIGHTS = (INDEX, SINGLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
 _AUTO: Any = AutoModelForCausalLM
 log = logging.getLogger("dflash_pipe")
 
@@ -191,12 +190,13 @@ def _load(
 
 def _pretrained(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     try:
-        if not source.local:
-            _refuse_unreachable_weights(source)
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:  # else transformers asks a hub that is not there for minutes
+            _refuse_unusable_files(source, config)
         causal, info = _AUTO.from_pretrained(
             source.place, revision=source.revision, config=config, dtype=dtype, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        _refuse_unusable_files(source, config)
         raise source.complaint(f"its weights cannot be loaded: {first_line(error)}") from error
     lacking = sorted(info["missing_keys"])
     if lacking:  # transformers would go on with random values in their place
@@ -205,11 +205,12 @@ def _pretrained(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
     return causal
 
 
-def _refuse_unreachable_weights(source: ModelSource) -> None:
-    """Raise Missing for weights that are neither here nor to be had: transformers would say that the model has none."""
-    found = source.file(*_WEIGHTS)
+def _refuse_unusable_files(source: ModelSource, config: PretrainedConfig) -> None:
+    """Raise Missing for weights that are neither here nor to be had, of which transformers would say that the model has
+    none, and BadInput for an index of shards that is none, where it would fail."""
+    found = source.file(*safetensors_names(config), "pytorch_model.bin", "pytorch_model.bin.index.json")
     if found is not None and found.suffix == ".json":
-        for shard in sorted(set(json.loads(found.read_text())["weight_map"].values())):
+        for shard in sorted(set(weight_map(source, found).values())):
             refuse_unreachable(source, shard)
 
 

@@ -95,6 +95,13 @@ class Count(Source[int]):
             index += 1
 
 
+class Lost(Source[int]):
+    """Does not say where to go on after the second."""
+
+    def read(self, cursor: Any) -> Iterator[tuple[Any, int]]:
+        yield from [(1, 0), (None, 1), (3, 2), (4, 3)]
+
+
 class Step(Stage):
     """Passes on what it gets, or what HOOKS[name](value, replica) returns; drop: sends None for these."""
 

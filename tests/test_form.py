@@ -12,6 +12,7 @@ import pytest
 
 from dflash_pipe import Context, Source, Stage, refuse_other_form
 from dflash_pipe.errors import BadSnapshot
+from dflash_pipe.form import exactly
 from stages.optimizer import AdamW
 from stages.prepare import ArrowWriter, JsonlConversations
 from stages.toy import Numbers, WaitOptimizer
@@ -22,6 +23,8 @@ from tests.test_random_rows import source as random_tokens
 pytestmark = pytest.mark.usefixtures("model_cache")
 ODD = [None, -1, 0.5, True, "x", [], {}]
 MISSING = object()
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 
 def rows(folder: Path) -> Source[Any]:
@@ -153,10 +156,20 @@ def test_a_stage_refuses_a_state_that_is_none_of_its_own(name: str, tmp_path: Pa
     [
         ({"a": {"b": 0}}, {"a": {"b": -1}}, "it.a.b is -1, expected a whole number from 0"),
         ({"a": range(1, 4)}, {"a": 4}, "it.a is 4, expected a whole number from 1 to 3"),
-        ({"a": range(3, 4)}, {"a": True}, "it.a is true, expected 3"),
+        ({"a": exactly(3)}, {"a": True}, "it.a is true, expected 3"),
         ({"alpha": ""}, {"alpa": "x"}, "it.alpha is missing (did you mean 'alpa'?)"),
         ([{"a": 0}], [{"a": 1}, {"a": None}], "it[1].a is null, expected a whole number from 0"),
         ({}, "x" * 99, f'it is "{"x" * 56}..., expected an object'),
+        (exactly(3), 4, "it is 4, expected 3"),
+        (0.5, True, "it is true, expected a number"),
+        (False, 0, "it is 0, expected true or false"),
+        (True, None, "it is null, expected true or false"),
+        (None, 0, "it is 0, expected null"),
+        (0, np.int64(3), f"it is {np.int64(3)!r}, expected a whole number from 0"),
+        ({}, np.arange(3), "it is array([0, 1, 2]), expected an object"),
+        ({}, [np.array([[1], [2]])], "it is [array([[1], [2]])], expected an object"),
+        ("", {(1, 2): ENDLESS}, "it is {(1, 2): [[[[[[...]]]]]]}, expected text"),
+        ({"a": 0}, {1: 0}, "it.a is missing (known: 1)"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(own: Any, given: Any, said: str) -> None:
@@ -164,3 +177,14 @@ def test_what_is_wrong_is_told_with_its_place(own: Any, given: Any, said: str) -
         refuse_other_form(own, given, "it")
     assert str(caught.value) == said
     refuse_other_form({"a": 0, "b": [], "c": ""}, {"a": 3, "b": [1, "x"], "c": "", "more": None}, "it")
+
+
+def test_each_kind_of_json_is_the_form_of_its_own() -> None:
+    for own, given in [(0.5, -1), (0.5, 1e9), (True, False), (False, True), (None, None), (exactly(0), 0)]:
+        refuse_other_form({"a": [own]}, {"a": [given, given]}, "it")
+
+
+@pytest.mark.parametrize("own", [(1, 2), {1}, b"", np.int64(3), np.float64(3), np.arange(3), Path()])
+def test_what_is_no_form_is_the_stages_fault(own: Any) -> None:
+    with pytest.raises(TypeError, match="is the form of nothing in a snapshot, expected JSON or a range"):
+        refuse_other_form({"a": own}, {"a": own}, "it")

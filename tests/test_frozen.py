@@ -14,7 +14,7 @@ from stages.frozen import load_frozen
 from stages.model_source import text_config
 from stages.target_model import load_full, load_truncated
 from tests import tiny_targets
-from tests.tiny_targets import FAMILIES, change, copied, damaged, no_weights, some_ids, whole, without
+from tests.tiny_targets import FAMILIES, change, copied, damaged, index, no_weights, some_ids, whole, without
 
 CPU = torch.device("cpu")
 
@@ -129,7 +129,10 @@ def test_a_head_in_the_checkpoint_counts_for_more_than_a_tie_in_the_config(tmp_p
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
-        (no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
+        (no_weights, r"has no model\.safetensors and no model\.safetensors\.index\.json"),
+        (index([]), "is not an index"),
+        (index({"weight_map": []}), "is not an index"),
+        (index({"weight_map": {"lm_head.weight": 1}}), "is not an index: its weight_map names no file"),
         (damaged, "model.safetensors is damaged"),
         (without("model.embed_tokens.weight"), r"no tensor model\.embed_tokens\.weight or"),
         (without("lm_head.weight"), r"no tensor lm_head\.weight"),

@@ -82,6 +82,7 @@ FRAMEWORK = {
     "splits": BASE
     | {"check", "forecast", "forecast_table", "graph", "located", "memory", "plan", "profile", "transport", "what_if"},
     "run_folder": BASE | {"snapshot"},
+    "writable": {"errors"},
     "cli": ...,  # the top: anything
     "__init__": BASE | {"form", "stage", "transport"},
 }

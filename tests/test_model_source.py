@@ -12,7 +12,7 @@ import pytest
 
 from dflash_pipe import BadInput
 from stages.model_source import ModelSource, load_tokenizer, locate, text_config
-from tests.tiny_targets import copied
+from tests.tiny_targets import change, copied
 
 ROOT = Path(__file__).parent.parent
 NOT_ASKED = "the hub was not asked (offline mode): go online, or name a directory that has the model"
@@ -124,17 +124,26 @@ for load in (text_config, load_tokenizer):
         assert "local cache (no config.json of revision 'v2')" in line and line.endswith(NOT_ASKED)
 
 
+def cache_of(home):
+    """The empty folder of a model's files in the hub's cache."""
+    cached = home / "hub" / "models--nobody--nothing"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    return cached / "snapshots" / "abc"
+
+
 def test_what_of_a_cached_model_is_not_cached_is_not_said_to_be_missing(tmp_path):
     """Where nobody can be asked: a model may be fetched in part, or without asking for the files that it has not."""
+    cached = cache_of(tmp_path)
     script = """
 import torch
 from dflash_pipe.errors import Missing
 from stages.frozen import load_frozen
-from stages.model_source import ending_ids, load_tokenizer
+from stages.model_source import load_tokenizer
 from stages.target_model import load_truncated
 for load in (
     load_tokenizer,
-    ending_ids,
     lambda model: load_frozen(model, None, torch.float32, "cpu"),
     lambda model: load_truncated(model, None, 2, "float32", "cpu"),
 ):
@@ -144,13 +153,9 @@ for load in (
     except Missing as error:
         print(error)
 """
-    cached = tmp_path / "hub" / "models--nobody--nothing"
-    files = cached / "snapshots" / "abc"
-    files.mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("abc")
     whole = Path(locate("tiny:qwen3").place)
-    shutil.copy(whole / "config.json", files)
+    shutil.copy(whole / "config.json", cached)
+    index = "model.safetensors.index.json"
     sharded = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00001.safetensors"}}
 
     def loaded():
@@ -161,15 +166,31 @@ for load in (
     def unknown(name):
         return f"the hub's local cache (no {name} of revision 'main'), and {NOT_ASKED}"
 
-    index = "model.safetensors.index.json"
-    for line, name in zip(loaded(), ("tokenizer.json", "generation_config.json", index, index), strict=True):
+    for line, name in zip(loaded(), ("tokenizer.json", "model.safetensors", "model.safetensors"), strict=True):
         assert line.endswith(unknown(name))
-    (files / index).write_text(json.dumps(sharded))
-    assert all(line.endswith(unknown("model-00001-of-00001.safetensors")) for line in loaded()[2:])
-    (files / index).unlink()
+    (cached / index).write_text(json.dumps(sharded))
+    assert all(line.endswith(unknown("model-00001-of-00001.safetensors")) for line in loaded()[1:])
     for file in whole.iterdir():
-        shutil.copy(file, files)
-    assert loaded() == ["loaded"] * 4  # nobody knows whether it has an index, but nobody needs to
+        shutil.copy(file, cached)
+    assert loaded() == ["loaded"] * 3  # of one file, as transformers does, although there is an index too
+    (cached / index).unlink()
+    (cached / "model.safetensors").rename(cached / "other.safetensors")
+    change(transformers_weights="other.safetensors")(cached)
+    assert loaded() == ["loaded"] * 3
+
+
+def test_a_model_without_generation_config_is_used_offline(tmp_path):
+    """`hf download` leaves no mark of the files that a model has not: then the ids of config and tokenizer count."""
+    script = """
+from stages.dflash_config import DrafterKeys
+print(DrafterKeys(target="nobody/nothing", layers=2, num_layers=1, block_size=4).resolve().mask_token_id)
+"""
+    cached = cache_of(tmp_path)
+    for file in Path(locate("tiny:qwen3").place).iterdir():
+        shutil.copy(file, cached)
+    (cached / "generation_config.json").unlink(missing_ok=True)
+    ended = python(script, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert (ended.returncode, ended.stdout) == (0, "3\n"), ended.stderr
 
 
 def test_a_file_that_the_cache_knows_to_be_missing_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

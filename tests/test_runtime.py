@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from dflash_pipe.errors import BadInput, EndOfChannel, Missing, Stalled
+from dflash_pipe.errors import BadInput, BadSnapshot, EndOfChannel, Missing, Stalled
 from dflash_pipe.plan import plan
+from dflash_pipe.snapshot import newest, read
 from dflash_pipe.stall import Watchdog
 from dflash_pipe.stats import BLOCKED, STARVED
 from tests.pipeline import HOOKS, SEEN, Gate, executed, failure, graph_of, run_of, until
@@ -262,6 +264,33 @@ def test_a_failure_tells_where(tmp_path: Path, where: str, kind: type[BaseExcept
     said = f"boom; in stage {stage} (worker {worker}, {doing})" if kind is Missing else "boom"
     assert str(error) == said and (note in notes) is (kind is not Missing)
     assert all(f"{name} " in notes.partition("channels: ")[2] for name in ("one", "two", "sums"))
+
+
+def test_what_is_wrong_in_a_snapshot_keeps_its_cause_and_where_it_was_found(tmp_path: Path) -> None:
+    executed(run_of(tmp_path, WINDOWS))
+    restored = read(newest(tmp_path))
+    told = BadSnapshot("no such row")
+    told.add_note("looked twice")
+
+    def refuse(replica: int) -> None:
+        raise told from ZeroDivisionError()
+
+    HOOKS["a.open"] = refuse
+    error, notes = failure(run_of(tmp_path, WINDOWS, restored=restored))
+    assert str(error) == f"{restored.place}: no such row; in stage a (worker a, open)"
+    assert isinstance(error.__cause__, ZeroDivisionError) and "looked twice" in notes
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "refuse"
+
+
+@pytest.mark.parametrize("partial", ["keep", "drop"])
+def test_a_source_that_says_nowhere_to_go_on_is_refused(tmp_path: Path, partial: str) -> None:
+    """Its snapshots could not be resumed: None means the beginning."""
+    error, _ = failure(
+        run_of(tmp_path, WINDOWS.replace("(Count), with: {count: 12}", "(Lost)"), f"partial_window={partial}")
+    )
+    assert type(error) is BadInput and "\n" not in str(error)
+    assert str(error).startswith("it yields None as the cursor: ")
+    assert str(error).endswith("; in stage data (worker loader, read message 1 of window 0)")
 
 
 @pytest.mark.parametrize("stage", ["EndFails", "InitialFails"])

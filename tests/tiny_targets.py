@@ -59,6 +59,16 @@ def no_weights(folder):
     (folder / "model.safetensors").unlink()
 
 
+def index(content):
+    """This in place of an index of shards."""
+
+    def broken(folder):
+        no_weights(folder)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return broken
+
+
 def damaged(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
