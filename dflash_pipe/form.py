@@ -1,4 +1,5 @@
-"""Whether what a snapshot holds has the form that its reader expects; what is wrong in one line, with its key."""
+"""Whether what a snapshot holds has the form that its reader expects, and whether it can hold what it is given; what is
+wrong in one line, with its key."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from dflash_pipe.errors import BadSnapshot, nearest
 
-__all__ = ["exactly", "refuse_other_form"]
+__all__ = ["exactly", "refuse_no_json", "refuse_other_form"]
 
 _KINDS: dict[type, str] = {
     dict: "an object",
@@ -45,6 +46,22 @@ def refuse_other_form(own: Any, given: Any, place: str) -> None:
     elif isinstance(own, list) and own:
         for number, entry in enumerate(given):
             refuse_other_form(own[0], entry, f"{place}[{number}]")
+
+
+def refuse_no_json(value: Any, place: str) -> None:
+    """Raise TypeError unless `value` would come back from JSON as it is, but for tuples, which come back as lists.
+    place: what it is called, such as "cursor"."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{place} has the key {key!r}, which would come back as text: expected text")
+            refuse_no_json(entry, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, entry in enumerate(value):
+            refuse_no_json(entry, f"{place}[{number}]")
+    elif not isinstance(value, str | int | float | None):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise TypeError(f"{place} is {_shown(value)}, of type {kind}: expected a JSON value")
 
 
 def _expected(own: Any) -> str:

@@ -15,6 +15,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -66,17 +68,18 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (path / _LOCK).open("a")
-        except OSError as error:
-            raise BadInput(f"{path}: cannot be used as a run folder ({error.strerror})") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise BadInput(f"{path} is in use by another run: wait for it, or choose another name=") from error
-        self._metrics = os.open(path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        with ExitStack() as opened:
+            with _usable(path):
+                path.mkdir(parents=True, exist_ok=True)
+                self._lock: IO[str] = opened.enter_context((path / _LOCK).open("a"))
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise BadInput(f"{path} is in use by another run: wait for it, or choose another name=") from error
+            with _usable(path):
+                (path / "log.txt").open("a").close()
+                self._metrics = os.open(path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +96,7 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Take out the metrics of steps behind a snapshot that is resumed: they will be made again."""
         file = self.path / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True)
+        lines = file.read_text(errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             file.write_text("".join(kept))
@@ -108,6 +111,14 @@ class RunFolder:
         """Append to log.txt, with the time."""
         with (self.path / "log.txt").open("a") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{error.filename or path}: cannot be used in a run folder ({error.strerror})") from error
 
 
 def _step_of(line: str) -> float:

@@ -2,7 +2,7 @@
 
     runs/NAME/snapshots/window-00000040/
         snapshot.json       next index and window, cursor, plain values of the state, the dataflow it belongs to, and
-                            a checksum of each array, because safetensors has none
+                            checksums of all that and of each array
         state.safetensors   the arrays of the state
 
 What was in flight behind the cursor is computed again after a resume, so no other stage needs a state. Whatever else
@@ -27,13 +27,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dflash_pipe.errors import BadInput, BadSnapshot
-from dflash_pipe.form import exactly, refuse_other_form
+from dflash_pipe.form import exactly, refuse_no_json, refuse_other_form
 from dflash_pipe.message import Message, Stamp
 from dflash_pipe.stage import Stage
 
 __all__ = ["Snapshot", "Snapshots", "has_snapshot", "newest", "read", "write"]
 
-_FORMAT = 1
+_FORMAT = 2  # 1 had no checksums
+_ITSELF = "snapshot.json"  # among the checksums
 _OWN = re.compile(r"window-(\d{8}|[1-9]\d{8,})")
 _LEFT_OVER = re.compile(rf"{_OWN.pattern}(\.old)?\.tmp")
 
@@ -52,12 +53,15 @@ class Snapshot:
 
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
-    """Write `folder/window-N` atomically: a kill at any moment leaves the old snapshots and perhaps a `.tmp` folder."""
+    """Write `folder/window-N` atomically: a kill at any moment leaves the old snapshots and perhaps a `.tmp` folder.
+
+    Raises TypeError, naming the key, if the cursor or the state is neither JSON nor an array that can be kept.
+    """
     target = folder / f"window-{snapshot.window:08d}"
     partial = target.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    arrays = {k: _plain(v) for k, v in snapshot.state.items() if isinstance(v, np.ndarray)}
+    arrays = {k: _plain(k, v) for k, v in snapshot.state.items() if isinstance(v, np.ndarray)}
     save_file(arrays, partial / "state.safetensors")
     about = {
         "format": _FORMAT,
@@ -65,9 +69,11 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         "window": snapshot.window,
         "cursor": snapshot.cursor,
         "state": {k: v for k, v in snapshot.state.items() if k not in arrays},
-        "crc32": {name: _checksum(array) for name, array in arrays.items()},
         "dataflow": snapshot.dataflow,
     }
+    refuse_no_json(about["cursor"], "cursor")
+    refuse_no_json(about["state"], "state")
+    about["crc32"] = _checksums(about, arrays)
     (partial / "snapshot.json").write_text(json.dumps(about, indent=1))
     for file in (*partial.iterdir(), partial):
         _flush(file)
@@ -81,14 +87,21 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     return target
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
+def _plain(name: str, array: np.ndarray) -> np.ndarray:
     """Contiguous and in the machine's byte order, as it is read back; copied only if it is not so already."""
+    if array.dtype.kind in "OSUMm":  # objects, texts, times
+        raise TypeError(f"state.{name} is an array of {array.dtype}: expected numbers, or true and false")
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
-def _checksum(array: np.ndarray) -> int:
-    """CRC-32 of what an array is and of its bytes, which are not copied; array is contiguous."""
-    return zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(f"{array.dtype.str}{array.shape}".encode()))
+def _checksums(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, int]:
+    """CRC-32 of snapshot.json without its checksums, and of what each array is and its bytes, which are not copied."""
+    text = json.dumps({key: value for key, value in about.items() if key != "crc32"})
+    found = {_ITSELF: zlib.crc32(text.encode())}
+    for name, array in arrays.items():
+        kind = zlib.crc32(f"{array.dtype.str}{array.shape}".encode())
+        found[name] = zlib.crc32(array.reshape(-1).view(np.uint8).data, kind)
+    return found
 
 
 def _flush(path: Path) -> None:
@@ -156,8 +169,8 @@ def _read(folder: Path) -> Snapshot:
         raise BadInput(f"{folder}: not a whole snapshot ({why})") from error
     try:
         _refuse_other_content(about, _window(folder))
-        if "crc32" in about:  # snapshots of older versions have none
-            _refuse_other_bytes(about["crc32"], arrays, folder / "state.safetensors")
+        if about["format"] == _FORMAT:
+            _refuse_other_bytes(about, arrays)
     except BadSnapshot as error:
         raise error.at(str(file)) from None
     state = {**about["state"], **arrays}
@@ -166,17 +179,19 @@ def _read(folder: Path) -> Snapshot:
 
 def _refuse_other_content(about: Any, window: int) -> None:
     """Raise BadSnapshot for a snapshot.json that is not of that window, or lacks what there is to be said."""
-    form = {"format": exactly(_FORMAT), "window": exactly(window), "index": window, "state": {}, "dataflow": {}}
+    form = {"format": range(1, _FORMAT + 1), "window": exactly(window), "index": window, "state": {}, "dataflow": {}}
     refuse_other_form(form, about, "")
     if about.get("cursor") is None:
         raise BadSnapshot(f"cursor is {'null' if 'cursor' in about else 'missing'}, expected where the source goes on")
 
 
-def _refuse_other_bytes(checksums: Any, arrays: dict[str, np.ndarray], file: Path) -> None:
-    refuse_other_form(dict.fromkeys(arrays, 0), checksums, "crc32")
-    for name, array in arrays.items():
-        if (found := _checksum(array)) != checksums[name]:
-            raise BadSnapshot(f"{name} is damaged: its crc32 is {found}, {checksums[name]} was written", str(file))
+def _refuse_other_bytes(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    found = _checksums(about, arrays)
+    refuse_other_form({"crc32": dict.fromkeys(found, 0)}, about, "")
+    for name, checksum in found.items():
+        if checksum != (written := about["crc32"][name]):
+            what = "the text" if name == _ITSELF else f"array {name} of state.safetensors"
+            raise BadSnapshot(f"{what} is not as it was written: its crc32 is {checksum}, expected {written}")
 
 
 class Snapshots:

@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Generator, Sequence
 from typing import Any
 
 from dflash_pipe.errors import BadInput, BrokenChannel, EndOfChannel
+from dflash_pipe.form import refuse_no_json
 from dflash_pipe.gate import Lane, TurnGate
 from dflash_pipe.message import ELSEWHERE, NOTHING, Message, Stamp, Tombstone
 from dflash_pipe.profile import Part, Way
@@ -166,6 +167,8 @@ class Worker:
                 return None
             if item is not None and item[0] is None:
                 raise BadInput("it yields None as the cursor: a cursor says where to go on; None means the beginning")
+            if item is not None and stamp.index == feed.start[0]:  # what cannot be kept is known before work is lost
+                refuse_no_json(item[0], "cursor")
             if self.tape is not None and begin is not None and item is not None:
                 self.tape.fired(station.plan.stage, "read", stamp, begin, (item[1],), item[1])
             return item

@@ -102,6 +102,13 @@ class Lost(Source[int]):
         yield from [(1, 0), (None, 1), (3, 2), (4, 3)]
 
 
+class Unkept(Source[int]):
+    """Its cursors are no JSON."""
+
+    def read(self, cursor: Any) -> Iterator[tuple[Any, int]]:
+        yield from [({0: "a"}, 0), ({1: "b"}, 1)]
+
+
 class Step(Stage):
     """Passes on what it gets, or what HOOKS[name](value, replica) returns; drop: sends None for these."""
 

@@ -49,7 +49,7 @@ FRAMEWORK = {
     "sharing": {"exclusive", "plan", "profile", "trace"},
     "recording": BASE | {"stats", "channel", "exclusive", "transport", "plan", "profile", "sharing", "trace"},
     "station": BASE | {"gate", "plan", "route", "snapshot", "stage"},
-    "worker": BASE | RUNNING | {"profile", "recording", "station"},
+    "worker": BASE | RUNNING | {"form", "profile", "recording", "station"},
     "joins": {"gate", "message", "plan", "route", "station"},
     "wiring": BASE | RUNNING | {"joins", "station", "worker"},
     "runtime": BASE | RUNNING | {"check", "worker", "wiring", "profile", "trace", "recording", "signals", "stall"},

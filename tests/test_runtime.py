@@ -293,6 +293,12 @@ def test_a_source_that_says_nowhere_to_go_on_is_refused(tmp_path: Path, partial:
     assert str(error).endswith("; in stage data (worker loader, read message 1 of window 0)")
 
 
+def test_a_source_whose_cursor_no_snapshot_can_hold_fails_before_anything_is_computed(tmp_path: Path) -> None:
+    error, notes = failure(run_of(tmp_path, WINDOWS.replace("(Count), with: {count: 12}", "(Unkept)"), "snapshot=null"))
+    assert type(error) is TypeError and str(error).startswith("cursor has the key 0, which would come back as text")
+    assert "in worker loader: data read message 0 of window 0" in notes
+
+
 @pytest.mark.parametrize("stage", ["EndFails", "InitialFails"])
 def test_a_failure_in_end_window_and_initial(tmp_path: Path, stage: str) -> None:
     text = WINDOWS.replace("(Sum)", "(EndFails)")

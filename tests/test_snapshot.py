@@ -120,8 +120,8 @@ def test_what_is_not_whole_is_refused_in_one_line(damage: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": 99}, "format is 99, expected 1"),
-        ({"format": None}, "format is null, expected 1"),
+        ({"format": 99}, "format is 99, expected a whole number from 1 to 2"),
+        ({"format": None}, "format is null, expected a whole number from 1 to 2"),
         ({"window": "2"}, 'window is "2", expected 2'),
         ({"window": -1}, "window is -1, expected 2"),
         ({"window": 0}, "window is 0, expected 2"),
@@ -131,6 +131,10 @@ def test_what_is_not_whole_is_refused_in_one_line(damage: str, tmp_path: Path) -
         ({"state": None}, "state is null, expected an object"),
         ({"cursor": None}, "cursor is null, expected where the source goes on"),
         ({"crc32": {"flat": 1}}, "is missing (known: flat)"),
+        ({"crc32": {"snapshot.json": "1"}}, 'crc32.snapshot.json is "1", expected a whole number from 0'),
+        ({"index": 9}, "the text is not as it was written: its crc32 is "),
+        ({"cursor": 5}, "the text is not as it was written: its crc32 is "),
+        ({"state": {"step": 6}}, "the text is not as it was written: its crc32 is "),
         ({"crc32": None}, "crc32 is null, expected an object"),
         (["window"], 'all of it is ["window"], expected an object'),
         (None, "is missing"),
@@ -143,7 +147,7 @@ def test_what_a_snapshot_says_has_its_form(changes: Any, said: str, tmp_path: Pa
     good = json.loads(file.read_text())
     changed = [{**good, **changes}] if isinstance(changes, dict) else [changes]
     if changes is None:
-        changed = [{key: good[key] for key in good if key != left_out} for left_out in good if left_out != "crc32"]
+        changed = [{key: good[key] for key in good if key != left_out} for left_out in good]
     for content in changed:
         file.write_text(json.dumps(content))
         with pytest.raises(BadInput) as refused:
@@ -165,11 +169,35 @@ def test_a_flipped_bit_in_an_array_is_noticed(where: str, tmp_path: Path) -> Non
     with pytest.raises(BadInput) as refused:
         read(folder)
     name = "flat" if where == "header" else where
-    assert str(refused.value).startswith(f"{file}: {name} is damaged: its crc32 is ")
-    good = json.loads(about.read_text())
-    del good["crc32"]  # as older versions wrote it
-    about.write_text(json.dumps(good))
+    said = f"{about}: array {name} of state.safetensors is not as it was written: its crc32 is "
+    assert str(refused.value).startswith(said)
+    about.write_text(json.dumps({**json.loads(about.read_text()), "format": 1}))  # older versions had no checksums
     assert read(folder).window == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cursor": np.int64(3)}, "cursor is np.int64(3), of type numpy.int64: expected a JSON value"),
+        ({"cursor": [{"at": {1}}]}, "cursor[0].at is {1}, of type set: expected"),
+        ({"state": {"seen": {"rows": {1: "a"}}}}, "state.seen.rows has the key 1, which would come back as text"),
+        ({"state": {"step": np.int32(3)}}, "state.step is np.int32(3), of type numpy.int32: expected"),
+        ({"state": {"nested": {"a": np.zeros(2)}}}, "state.nested.a is array([0., 0.]), of type numpy.ndarray"),
+        ({"state": {"raw": b"x"}}, "state.raw is b'x', of type bytes"),
+        ({"state": {"names": np.array(["a"])}}, "state.names is an array of <U1: expected numbers"),
+    ],
+)
+def test_what_a_snapshot_cannot_hold_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"cursor": {"at": [1, None, 0.5]}, "state": {"a": [{"b": None}], "c": (1, 2), "d": True}}
+    write(tmp_path, Snapshot(4, 1, dataflow={}, **whole))
+    with pytest.raises(TypeError) as refused:
+        write(tmp_path, Snapshot(8, 2, dataflow={}, **(whole | changes)))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert read(newest_in(tmp_path)).state == {"a": [{"b": None}], "c": [1, 2], "d": True}
+
+
+def newest_in(folder: Path) -> Path:
+    return max(path for path in folder.iterdir() if path.suffix != ".tmp")
 
 
 def test_what_is_no_snapshot_is_left_alone(tmp_path: Path) -> None:
@@ -318,8 +346,14 @@ def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="cannot be used as a run folder"):
+    with pytest.raises(BadInput, match="cannot be used in a run folder"):
         RunFolder(tmp_path / "file")
+    for name in ("log.txt", "metrics.jsonl"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(BadInput, match=rf"{name}: cannot be used in a run folder \(Is a directory\)"):
+            RunFolder(tmp_path)
+        (tmp_path / name).rmdir()
+    RunFolder(tmp_path).__exit__(None, None, None)  # none of these has kept it locked
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "..", ".", "", "two\nlines", "x" * 101])
