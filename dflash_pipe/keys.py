@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -151,11 +152,12 @@ _WORDS = {
 def validate(kind: Any, tree: Located, path: tuple[str, ...]) -> Any:
     """What is at a path of the tree, as `kind`. Raises `BadInput`.
 
-    Validated as JSON: a list may become a tuple and a string a Path or an enum, but never a number.
+    Validated as JSON: a list may become a tuple and a string a Path or an enum, but never a number. A number is finite.
     """
     value = tree
     for part in path:
         value = value.value[part]
+    _refuse_infinite(value, path)
     try:
         adapter = TypeAdapter(kind)
     except PydanticUserError as error:
@@ -165,6 +167,16 @@ def validate(kind: Any, tree: Located, path: tuple[str, ...]) -> Any:
         return adapter.validate_json(pydantic_core.to_json(plain(value), inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
         raise _complaint(tree, path, error) from None
+
+
+def _refuse_infinite(tree: Located, path: tuple[str, ...]) -> None:
+    """Raise BadInput where a number is none that can be computed with: .inf, .nan, or beyond the largest float."""
+    inside = tree.value
+    if isinstance(inside, dict | list):
+        for part, entry in inside.items() if isinstance(inside, dict) else enumerate(inside):
+            _refuse_infinite(entry, (*path, str(part)))
+    elif isinstance(inside, int | float) and not abs(inside) <= sys.float_info.max:
+        raise BadInput(f"{'.'.join(path)}: should be a finite number, got {_shown(inside)}", tree.where)
 
 
 _OF_KEYS = ("missing", "string_pattern_mismatch")

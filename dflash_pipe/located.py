@@ -23,6 +23,7 @@ from dflash_pipe.errors import BadInput, nearest
 __all__ = ["SECTIONS", "Located", "at", "dumps", "located", "overlay", "parse", "plain", "read", "under"]
 
 SECTIONS = ("stages", "channels", "workers")
+_MOST_OF_ALIASES = 100_000  # what aliases add to a text
 _TAG = "tag:yaml.org,2002:"
 _CORE = {
     "null": r"^(~|null|Null|NULL|)$",
@@ -108,6 +109,8 @@ def parse(text: str, place: Callable[[int], str]) -> Located | None:
     """One YAML document; None if there is nothing in it. place: line number from 1 -> where. Raises `BadInput`."""
     try:
         document = yaml.compose(text, _Loader)
+        if document is not None:
+            _count(document, place, {})
         return _tree(document, place, ()) if document is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -120,6 +123,19 @@ def parse(text: str, place: Callable[[int], str]) -> Located | None:
         raise BadInput(f"not valid YAML: character {ord(text[error.position])} is not allowed", place(line)) from error
     except RecursionError as error:
         raise BadInput("not valid YAML: nested too deeply", place(1)) from error
+
+
+def _count(node: yaml.Node, place: Callable[[int], str], counts: dict[int, int]) -> int:
+    """Nodes of a value with its aliases written out. counts: those already known, by `id`; 0 while one is counted."""
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        inside = parts if isinstance(node, yaml.CollectionNode) else []
+        counts[id(node)] = 1 + sum(_count(part, place, counts) for part in inside)
+        if counts[id(node)] - len(counts) > _MOST_OF_ALIASES:
+            line = f"its aliases stand for more than {_MOST_OF_ALIASES:,} values"
+            raise BadInput(line, place(node.start_mark.line + 1))
+    return counts[id(node)]
 
 
 def _tree(node: yaml.Node, place: Callable[[int], str], around: tuple[yaml.Node, ...]) -> Located:

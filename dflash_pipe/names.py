@@ -174,6 +174,9 @@ def missing(tree: Located, stage: str, parameters: list[str]) -> BadInput:
     written = " and ".join(map(repr, parameters))
     made, _ = used(tree, stage)
     entry = under(tree, "stages", stage)
+    if "with" in entry and not isinstance(entry["with"].value, dict | None):
+        line = f"stages.{stage}.with: expected keys of {made.__name__} such as {written}, got {plain(entry['with'])!r}"
+        return BadInput(line, entry["with"].where)
     emptied = "with" in entry and entry["with"].value is None
     where = entry["with" if emptied else "use"].where
     example = f"in a file, or {stage}.{parameters[0]}=... on the command line"

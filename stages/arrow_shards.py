@@ -51,7 +51,7 @@ def copy_rows(file: Path, start: int, stop: int, shard: Path) -> None:
     with pa.memory_map(str(file)) as source:
         table = pa.ipc.open_file(source).read_all()
         if table.num_rows < stop:
-            raise IndexError(f"{file} has {table.num_rows} rows, not {stop}")
+            raise IndexError(f"{file} ends at row {table.num_rows}, not {stop}")
         with _whole(shard, SCHEMA) as out:
             out.write_table(table.slice(start, stop - start).replace_schema_metadata(None))
 

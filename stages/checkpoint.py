@@ -26,7 +26,9 @@ class Export(Stage):
     """Export the drafter of the last optimizer step (form and checks: `stages.drafter_files`).
 
     A resumed run begins with the weights that were saved, so one that had ended exports the same again. Prints how to
-    serve the result. What an earlier part of the same run exported is replaced; anything else is in the way.
+    serve the result. Where an earlier part of the same run exported, config.json, model.safetensors and
+    dflash_pipe.json are replaced, and whatever else lies in that folder is kept. A folder that this run did not export
+    is in the way, and so is anything but a file under one of these names: the run is refused before it trains.
 
     drafter: the whole `with:` mapping of stage drafter. data: path of the training data, whose template and thinking
     flag are recorded (null: none are). folder: where to; a relative one lies in the run's folder.
@@ -72,7 +74,7 @@ class Export(Stage):
         refuse_what_is_no_export(self.to)
         try:
             self.to.parent.mkdir(parents=True, exist_ok=True)
-            os.rmdir(tempfile.mkdtemp(dir=self.to.parent))
+            os.rmdir(tempfile.mkdtemp(dir=self.to if self.to.exists() else self.to.parent))
         except OSError as error:
             raise BadInput(f"{self.to}: nothing can be exported there ({error.strerror})") from None
         there = read_record(self.to)

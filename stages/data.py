@@ -135,7 +135,7 @@ class TokenBatches(Source[TokenBatch]):
         self.kept = np.flatnonzero(usable)
         if not len(self.kept):
             raise BadInput(
-                f"{self.path}: none of {len(self.rows)} rows has two adjacent supervised tokens"
+                f"{self.path}: none of its rows ({len(self.rows)}) has two adjacent supervised tokens"
                 f" among its first {self.limit} (is loss_mask all zero?)"
             )
         self.dropped = {
@@ -212,7 +212,7 @@ class TokenBatches(Source[TokenBatch]):
         line = f"tokens: {real:,} finished + {padded - real:,} of padding ({1 - real / padded:.1%} of all)"
         if self.cut.buckets:
             shapes = len(self.cut.shapes(self._epoch(0), self.lengths))
-            line += f"; {shapes} shapes, {done['short']:,} of {done['done']:,} micro-batches short of rows"
+            line += f"; shapes: {shapes}, {done['short']:,} of {done['done']:,} micro-batches short of rows"
         yield line
 
     def _resume(self, cursor: Any) -> dict[str, Any]:

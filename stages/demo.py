@@ -70,6 +70,8 @@ class Demo:
         self.say(f"Training for {steps} steps")
         seconds = max(60.0, self.budget.left() - 0.12 * self.budget.seconds)
         training = self.train("training", steps, seconds=seconds)
+        if (done := training.view.metrics["step"]) < steps:
+            self.console.print(f"Ended at step {done} of {steps}: the time for training was up")
         after = self.evaluate("after", f"drafter.path={self.folder / 'training' / 'export'}")
         self.tell(training, before, after)
 

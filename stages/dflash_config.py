@@ -79,7 +79,9 @@ class DrafterConfig:
 
     def _check_layers(self) -> None:
         if len(self.layer_types) != self.num_hidden_layers:
-            raise BadInput(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
+            raise BadInput(
+                f"layer_types has length {len(self.layer_types)}, but num_hidden_layers is {self.num_hidden_layers}"
+            )
         for kind in self.layer_types:
             if kind not in (FULL, SLIDING):
                 raise BadInput(f"unknown layer type {kind!r}{nearest(kind, (FULL, SLIDING))}")
@@ -92,7 +94,9 @@ class DrafterConfig:
             raise BadInput("target_layer_ids is empty, expected the ids of the captured target layers")
         outside = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
         if outside:
-            raise BadInput(f"target_layer_ids {outside} are outside the target's {self.num_target_layers} layers")
+            raise BadInput(
+                f"target_layer_ids {outside} are outside 0..{self.num_target_layers - 1}, the target's layers"
+            )
 
     @property
     def feature_size(self) -> int:

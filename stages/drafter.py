@@ -77,7 +77,7 @@ class DrafterStep(ArchitectureKeys, Stage):
             raise BadInput("gamma is of loss: dflash, and this is loss: dpace, which has alpha")
         if self.partials < 1 or self.partials % replicas:
             raise BadInput(
-                f"partials is {self.partials}, expected a multiple of the drafter's {replicas} replicas "
+                f"partials is {self.partials}, expected a multiple of {replicas}, the drafter's replicas "
                 "(micro-batch i of a window is summed into partial i mod partials)"
             )
         if not 1 <= self.num_anchors <= MOST_ANCHORS:
@@ -182,7 +182,7 @@ class DrafterStep(ArchitectureKeys, Stage):
         if features.hidden.shape[-1] != self.config.feature_size:
             raise BadInput(
                 f"the target's hidden states are {features.hidden.shape[-1]} wide, "
-                f"expected {len(self.config.target_layer_ids)} layers of {self.config.hidden_size}: "
+                f"expected {len(self.config.target_layer_ids)} x {self.config.hidden_size} (layers x hidden size): "
                 "give stages target and drafter the same layers"
             )
         before, after = features.tokens.progress

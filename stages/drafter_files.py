@@ -39,17 +39,22 @@ __all__ = [
 ]
 
 CONFIG, WEIGHTS, RECORD = "config.json", "model.safetensors", "dflash_pipe.json"
+_WRITTEN = (CONFIG, WEIGHTS, RECORD)  # in the order in which they replace those of an older export
 
 
 def export(config: DrafterConfig, record: dict[str, Any], flat: Tensor, folder: Path) -> None:
-    """Write a drafter as `folder`, which appears whole and checked or not at all; an older export there is replaced.
+    """Write a drafter as `folder`, which appears whole and checked or not at all.
+
+    Of an export that is there, the files that are written anew are replaced, each at once, and all else is kept. A kill
+    in between leaves whole files of both; the record comes last, so it never tells of weights that are not there.
 
     record: JSON, kept as it is in dflash_pipe.json. flat: [P] weights, laid out by `parameter_layout`; rounded to
     bfloat16. Raises BadInput where `folder` is something else than an export, and where the check fails.
     """
     refuse_what_is_no_export(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    older = folder.exists()
+    unfinished = (folder if older else folder.parent) / f".{folder.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     rounded = flat.detach().to("cpu", torch.bfloat16)
@@ -61,18 +66,21 @@ def export(config: DrafterConfig, record: dict[str, Any], flat: Tensor, folder: 
     _write_json(unfinished / CONFIG, config_json(config))
     _write_json(unfinished / RECORD, record)
     _check(config, tensors, unfinished)
-    older = folder.with_name(f".{folder.name}.older")
-    shutil.rmtree(older, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, older)
-    os.replace(unfinished, folder)
-    shutil.rmtree(older, ignore_errors=True)
+    if not older:
+        os.replace(unfinished, folder)
+        return
+    for name in _WRITTEN:
+        os.replace(unfinished / name, folder / name)
+    unfinished.rmdir()
 
 
 def refuse_what_is_no_export(folder: Path) -> None:
     """Raise BadInput where something is at `folder` that an export must not replace."""
     if folder.exists() and not (folder / RECORD).is_file():
         raise BadInput(f"{folder} exists and is no export (it has no {RECORD}): choose another folder")
+    for file in (folder / name for name in _WRITTEN):
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise BadInput(f"{file} is in the way: expected a file that was exported, or none")
 
 
 def config_json(config: DrafterConfig) -> dict[str, Any]:

@@ -336,12 +336,12 @@ class ArrowWriter(Stage):
 
     def _summary(self) -> str:
         dropped = self.dropped.total()
-        lines = [f"{shard_totals(self.shards)['rows'] + dropped} rows read, {dropped} dropped"]
+        lines = [f"rows: {shard_totals(self.shards)['rows'] + dropped} read, {dropped} dropped"]
         lines += [f"  {count:>8} {reason}" for reason, count in self.dropped.most_common()]
         for split in ("train", "eval"):
             total = shard_totals(self.shards, split)
             share = total["supervised"] / max(total["tokens"], 1)
-            lines.append(f"{split}: {total['rows']} rows, {total['tokens']} tokens, {share:.1%} supervised")
+            lines.append(f"{split}: rows: {total['rows']}, tokens: {total['tokens']}, {share:.1%} supervised")
         for key in ("tokenizer", "revision", "template", "thinking", "max_length", "responses", "seed"):
             lines.append(f"{key}: {self.made[key]}")
         return "\n".join(lines) + "\n"

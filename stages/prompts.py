@@ -102,7 +102,7 @@ def prompts(kind: str, count: int | None, seed: int) -> list[Row]:
     rows = list(_PACKAGED[kind]())
     random.Random(f"{kind} {seed}").shuffle(rows)
     if count is not None and count > len(rows):
-        raise BadInput(f"{kind} has {len(rows)} prompts, {count} are asked for")
+        raise BadInput(f"{kind} has fewer prompts ({len(rows)}) than are asked for ({count})")
     return rows[:count]
 
 
@@ -119,7 +119,7 @@ def main() -> None:
         parser.error(str(error))
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} {chosen.kind} prompts in {chosen.out}")
+    print(f"{chosen.kind} prompts in {chosen.out}: {len(rows)}")
 
 
 if __name__ == "__main__":

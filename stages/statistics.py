@@ -61,8 +61,8 @@ class FeatureStatistics(Stage):
         hidden = features.hidden
         if hidden.shape[-1] != len(self._mean):
             raise BadInput(
-                f"layers: features are {hidden.shape[-1]} wide, but {len(self._layers)} layers of {self._hidden_size} "
-                f"make {len(self._mean)}; give this stage the same layers as the target"
+                f"layers: features are {hidden.shape[-1]} wide, but {len(self._layers)} x {self._hidden_size} "
+                f"(layers x hidden size) make {len(self._mean)}; give this stage the same layers as the target"
             )
         for row, length in zip(hidden, features.tokens.lengths.tolist(), strict=True):
             self._add(row[:length].double())

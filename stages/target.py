@@ -124,10 +124,10 @@ class TargetForward(Stage):
     def finish(self) -> None:
         replayed, others = self._target.counted
         if self._captured:
-            print(f"target: {replayed} micro-batches in the shapes of its CUDA graphs, {others} in others")
+            print(f"target: micro-batches in the shapes of its CUDA graphs: {replayed}, in others: {others}")
         spared, tokens = self._target.spared
         if tokens:
-            print(f"target: {spared:,} of {tokens:,} tokens were padding and not computed ({spared / tokens:.1%})")
+            print(f"target: tokens of padding, not computed: {spared:,} of {tokens:,} ({spared / tokens:.1%})")
 
     def close(self) -> None:
         self._target = None  # type: ignore[assignment]

@@ -71,7 +71,7 @@ def resolve_layers(layers: int | list[int], num_layers_of_target: int) -> list[i
                 f"valid ids are 0..{total - 2}"
             )
         if not 0 <= i < total:
-            raise BadInput(f"layers: the target has no layer {i}; it has {total} layers, valid ids are 0..{total - 2}")
+            raise BadInput(f"layers: the target has no layer {i}; valid ids are 0..{total - 2}")
     if layers != sorted(set(layers)):
         raise BadInput(f"layers: expected increasing ids without duplicates, got {layers}")
     return list(layers)

@@ -123,7 +123,7 @@ class WaitStep(_Timed, Stage):
     def check(self, replicas: int) -> None:
         super().check(replicas)
         if self.partials < 1 or self.partials % replicas:
-            raise ValueError(f"partials: {self.partials} is not a multiple of the {replicas} replicas")
+            raise ValueError(f"partials: {self.partials} is not a multiple of {replicas}, the replicas")
 
     def open(self, ctx: Context) -> None:
         self._chains: dict[int, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -81,6 +82,11 @@ CASES = {
     ),
     "a key that is no name": Case("my.yaml:2: a key must be a name", over("{a: b}: 3\n")),
     "an alias in itself": Case("my.yaml:2: an alias contains itself", over("workers: &w {main: *w}\n")),
+    "aliases that multiply": Case(
+        "my.yaml:5: its aliases stand for more than 100,000 values",
+        "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{own}: &{own} [{', '.join([f'*{last}'] * 10)}]\n" for last, own in itertools.pairwise("abcdefgh")),
+    ),
     "a Python object": Case(
         "my.yaml:2: cannot read 'x' as !!python/object:os.system", over("name: !!python/object:os.system x\n")
     ),
@@ -243,6 +249,24 @@ CASES = {
         },
     ),
     # --- with
+    "a number for all parameters": Case(
+        "my.yaml:3: stages.data.with: should be a mapping, got 3", over("stages:\n  data: {with: 3}\n")
+    ),
+    "a number for all parameters, one of which is referred to": Case(
+        "my.yaml:3: stages.data.with: expected keys of Numbers such as 'count', got 3",
+        over('stages:\n  data: {with: 3}\n  drafter: {with: {partials: "${data.count}"}}\n'),
+    ),
+    "digits beyond what a float holds": Case(
+        "my.yaml:3: stages.target.with.seconds: should be a finite number, got Infinity",
+        over("stages:\n  target: {with: {seconds: 1e999}}\n"),
+    ),
+    "a whole number beyond what a float holds": Case(
+        f"my.yaml:3: stages.target.with.seconds: should be a finite number, got 1{'0' * 56}...",
+        over(f"stages:\n  target: {{with: {{seconds: 1{'0' * 400}}}}}\n"),
+    ),
+    "an infinity of the graph's own": Case(
+        "command line: stall_after: should be a finite number, got Infinity", given=("good.yaml", "stall_after=.inf")
+    ),
     "unknown parameter": Case(
         "good.yaml:4: stages.target.with.second: Wait has no parameter 'second' (did you mean 'seconds'?)",
         files={"good.yaml": GOOD.replace("seconds: 0.0", "second: 0.0")},
@@ -276,7 +300,7 @@ CASES = {
         over("stages:\n  data: {with: {count: 1.5}}\n"),
     ),
     "refused by the stage": Case(
-        "my.yaml:3: stages.drafter: partials: 0 is not a multiple of the 1 replicas",
+        "my.yaml:3: stages.drafter: partials: 0 is not a multiple of 1, the replicas",
         over("stages:\n  drafter: {with: {partials: 0}}\n"),
     ),
     "a time that nobody can wait for": Case(

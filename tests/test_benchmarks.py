@@ -68,7 +68,10 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(command,
         (["topologies"], "command line: Missing argument 'GRAPH"),
         (["topologies", TOY[0], "--stepz", "3"], "command line: No such option: --stepz"),
         (["topologies", TOY[0], "--steps", "0"], "'--steps'"),
-        (["topologies", TOY[0], "target.seconds=.nan"], "stages.target: seconds is nan, expected 0 to 86400"),
+        (
+            ["topologies", TOY[0], "target.seconds=.nan"],
+            "stages.target.with.seconds: should be a finite number, got NaN",
+        ),
         (["ladder", "--scale", "inf"], "scale: should be a valid number"),
         (["rows", "--rows", "200", "--check"], "--check: the goal is stated for 100,000 rows of 2,000 tokens"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -115,18 +116,57 @@ def test_the_loaded_drafter_drafts_like_the_trained_one(tmp_path: Path) -> None:
     assert torch.equal(trained(*inputs), loaded.float()(*inputs))
 
 
-def test_an_export_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None:
+WRITTEN = ["config.json", "model.safetensors", "dflash_pipe.json"]
+
+
+def test_the_files_of_an_export_are_replaced_and_nothing_else_is(tmp_path: Path) -> None:
     folder = exported(tmp_path / "drafter")
     before = (folder / "model.safetensors").read_bytes()
-    (folder / "stale.txt").write_text("of an older run")
+    (folder / "README.md").write_text("mine")
+    (folder / "sub").mkdir()
     exported(folder, seed=1)
     assert (folder / "model.safetensors").read_bytes() != before
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "dflash_pipe.json", "model.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*WRITTEN, "README.md", "sub"])
+    assert (folder / "README.md").read_text() == "mine"
     other = tmp_path / "papers"
     other.mkdir()
     with pytest.raises(BadInput, match="is no export"):
         exported(other)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "papers"]
+
+
+@pytest.mark.parametrize("renamed", range(4))
+def test_a_kill_while_an_export_is_replaced_leaves_a_drafter_and_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: int
+) -> None:
+    folder = exported(tmp_path / "drafter")
+    older = initial_parameters(CONFIG, 0).bfloat16()
+    (folder / "README.md").write_text("mine")
+    left, replace = iter(range(renamed)), os.replace
+
+    def killed(old: Path, new: Path) -> None:
+        next(left)
+        replace(old, new)
+
+    with monkeypatch.context() as patched, contextlib.suppress(StopIteration):
+        patched.setattr(os, "replace", killed)
+        export(CONFIG, {"step": 4}, initial_parameters(CONFIG, 1), folder)
+    _, model = load_drafter(folder)
+    newer = not torch.equal(torch.cat([p.flatten() for p in model.parameters()]), older)
+    assert newer == (renamed > 1) and read_record(folder)["step"] == (4 if renamed == 3 else 3)
+    exported(folder, seed=2)
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*WRITTEN, "README.md"])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_is_no_file_under_an_exports_name_is_refused_before_training(tmp_path: Path, name: str, kind: str) -> None:
+    resumed(tmp_path, 5).finish()
+    file = tmp_path / "export" / name
+    file.rename(tmp_path / "elsewhere")
+    file.mkdir() if kind == "folder" else file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match="in the way" if (name, kind) != (WRITTEN[2], "folder") else "is no export"):
+        resumed(tmp_path, 5)
 
 
 def test_whoever_may_read_other_new_files_may_read_an_export(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_laws_of_buckets(tmp_path: Path, lengths: list[int], cut: int, **fields:
     assert all(rows <= full[length] for rows, length in shapes[0]) and set(short.values()) <= {1}
     assert len({length for _, length in short}) == len(short)
     assert everything[-1][0]["short"] == 2 * len(short)
-    assert f"; {len(shapes[0])} shapes, {2 * len(short)} of {len(batches)} " in stage.account(*[everything[-1][0]] * 2)
+    assert f"; shapes: {len(shapes[0])}, {2 * len(short)} of {len(batches)} " in stage.account(*[everything[-1][0]] * 2)
     cut %= len(everything)
     rest = list(source(path, epochs=2, **fields).read(json.loads(json.dumps(everything[cut][0]))))
     assert [(c, digest(b)) for c, b in rest if b] == [(c, digest(b)) for c, b in everything[cut + 1 :] if b]
@@ -301,7 +301,7 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
             out.write_table(table)
         assert said in refused(path)
     write(path, [row(4, supervised=0)] * 3)
-    assert "none of 3 rows" in refused(path)
+    assert "none of its rows (3)" in refused(path)
 
 
 def test_bad_parameters(tmp_path: Path) -> None:

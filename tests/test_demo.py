@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,16 @@ def batches(data: str) -> list[tuple[Any, Any]]:
     source = TokenBatches(path=data, max_tokens=192, epochs=2)
     source.open(Context(seed=20))
     return list(source.read(None))
+
+
+@pytest.mark.parametrize(("done", "said"), [(251, True), (318, False)])
+def test_why_fewer_steps_were_trained_than_announced_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int, said: bool
+) -> None:
+    text = io.StringIO()
+    trained = SimpleNamespace(view=SimpleNamespace(metrics={"step": done}))
+    for name, result in {"answer": None, "evaluate": {}, "steps": 318, "train": trained, "tell": None}.items():
+        monkeypatch.setattr(Demo, name, lambda *given, result=result, **named: result)
+    Demo(tmp_path, 1.0, Console(file=text, width=120)).run()
+    assert "Training for 318 steps" in text.getvalue()
+    assert ("Ended at step 251 of 318: the time for training was up" in text.getvalue()) == said

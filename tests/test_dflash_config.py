@@ -62,7 +62,7 @@ def test_scaling_without_its_numbers_is_refused() -> None:
         ({"head_dim": 7}, "even number"),
         ({"block_size": 1}, "at least 2"),
         ({"mask_token_id": 61}, r"outside the embedding \(0..60\)"),
-        ({"layer_types": ("full_attention",)}, "1 entries for 2 layers"),
+        ({"layer_types": ("full_attention",)}, "layer_types has length 1, but num_hidden_layers is 2"),
         ({"layer_types": ("full_attention", "slidng_attention")}, "did you mean 'sliding_attention'"),
         ({"sliding": 3}, "at least the block size"),
         ({"target_layer_ids": ()}, "target_layer_ids is empty"),

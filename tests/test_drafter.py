@@ -242,7 +242,7 @@ def test_a_micro_batch_of_another_replica_is_refused(start: Parameters) -> None:
 @pytest.mark.parametrize(
     ("keys", "replicas", "complaint"),
     [
-        ({"partials": 3}, 2, "expected a multiple of the drafter's 2 replicas"),
+        ({"partials": 3}, 2, "expected a multiple of 2, the drafter's replicas"),
         ({"partials": 0}, 1, "partials is 0"),
         ({"num_anchors": 0}, 1, "num_anchors is 0"),
         ({"num_anchors": 1 << 40}, 1, r"num_anchors is 1099511627776, expected 1\.\.1048576"),
@@ -273,7 +273,7 @@ def test_the_first_replica_says_what_it_trains(attention: str, used: str, capsys
 def test_features_of_another_width_are_refused(start: Parameters) -> None:
     stage = opened()
     data = micro_batch(0)
-    with pytest.raises(BadInput, match=r"hidden states are 3 wide, expected 2 layers of 64"):
+    with pytest.raises(BadInput, match=r"hidden states are 3 wide, expected 2 x 64 "):
         stage.process(FeatureBatch(data.tokens, normal(*data.tokens.input_ids.shape, 3)), start, stamp(0))
 
 

@@ -192,7 +192,7 @@ def test_stages_check_themselves_with_their_replicas(over):
     line = bad(
         over("workers:\n  drafter: {replicas: 4, take: round_robin}\nstages: {drafter: {with: {partials: 6}}}\n")
     )
-    assert line.endswith("over.yaml:4: stages.drafter: partials: 6 is not a multiple of the 4 replicas")
+    assert line.endswith("over.yaml:4: stages.drafter: partials: 6 is not a multiple of 4, the replicas")
 
 
 def test_modules_of_the_current_folder_can_be_used(tmp_path, monkeypatch, over):

@@ -77,6 +77,12 @@ def test_aliases_are_values_of_the_place_that_names_them():
     assert at(tree, ["b"])[0] == "f:2"
 
 
+def test_only_what_aliases_add_is_limited():
+    assert len(value_of(f"[{'1, ' * 100_001}]")) == 100_001
+    ten = ", ".join(["*x"] * 10)
+    assert value_of(f"a: &x [1, 2]\nb: [{ten}]")["b"] == [[1, 2]] * 10
+
+
 def test_deep_nesting_is_refused_not_crashed_on():
     with pytest.raises(BadInput, match="nested too deeply"):
         parse("[" * 10_000, str)

@@ -220,7 +220,7 @@ def test_the_stage_says_at_its_end_how_much_it_did_not_compute(on_a_gpu, capsys)
         stage.finish()
         stage.close()
     assert (hidden[0] - hidden[1]).norm() <= 1e-5 * hidden[0].norm()
-    assert capsys.readouterr().out.splitlines()[-1] == ("target: 5 of 24 tokens were padding and not computed (20.8%)")
+    assert capsys.readouterr().out.splitlines()[-1] == "target: tokens of padding, not computed: 5 of 24 (20.8%)"
 
 
 def refusal(**keys):

@@ -41,7 +41,7 @@ MINE = {
     "workers:\n  drafter: {replicas: 2}": (3, "need take: round_robin"),
     "workers:\n  drafter:\n    take: round_robin\n    replicas: 3": (
         5,
-        "expected a multiple of the drafter's 3 replicas",
+        "expected a multiple of 3, the drafter's replicas",
     ),
     "workers:\n  optim: {device: cpu, replicas: 2}": (3, "expected 1 replica, not 2"),
     "workers:\n  loader:\n    device: cpu\n    replicas: 2": (5, "cannot be replicated"),
@@ -117,7 +117,7 @@ def test_the_line_of_ones_own_file_is_named(text: str, folder: Path) -> None:
         ("target.layers=[99]", "layer"),
         ("drafter.head_dim=7", "head_dim"),
         ("workers.drafter.replicas=2", "take: round_robin"),
-        ("workers.drafter.replicas=3 workers.drafter.take=round_robin", "3 replicas"),
+        ("workers.drafter.replicas=3 workers.drafter.take=round_robin", "multiple of 3, the drafter's replicas"),
         ("params.initial=0", "a cycle without a token"),
         ("workers.loader=null", "it is on no worker"),
         ("workers.target.kind=async", "kind: async"),

@@ -258,7 +258,7 @@ def test_files_say_how_they_were_made(tmp_path: Path) -> None:
     assert recipe["dropped"] == {"no assistant turn": 2} and len(recipe["template"]) == 16
     assert recipe["recipe"] == {"reader": {"path": "p.jsonl"}}
     summary = (tmp_path / "summary.txt").read_text()
-    assert "3 rows read, 2 dropped" in summary and "1 rows, 9 tokens, 33.3% supervised" in summary
+    assert "rows: 3 read, 2 dropped" in summary and "rows: 1, tokens: 9, 33.3% supervised" in summary
     counts = {"rows_read": 3, "rows_written": 1, "rows_dropped": 2, "rows_dropped.no_assistant_turn": 2}
     assert reports == [counts]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["summary.txt", "train.arrow"]

@@ -48,7 +48,7 @@ def test_every_split_is_ranked_and_what_the_laws_refuse_comes_last():
         "target x1, drafter x3",
     ]
     assert [s.forecast.pace.step for s in splits[:2]] == pytest.approx([0.022, 0.026], rel=1e-3)
-    assert splits[2].forecast is None and "partials: 2 is not a multiple of the 3 replicas" in splits[2].refusal
+    assert splits[2].forecast is None and "partials: 2 is not a multiple of 3, the replicas" in splits[2].refusal
 
 
 def test_gpus_that_bring_nothing_are_not_given_out():

@@ -69,7 +69,7 @@ def test_after_the_target(tmp_path):
 
 
 def test_features_of_other_layers_are_refused(tmp_path):
-    with pytest.raises(BadInput, match="features are 64 wide, but 2 layers of 64 make 128"):
+    with pytest.raises(BadInput, match=r"features are 64 wide, but 2 x 64 \(layers x hidden size\) make 128"):
         opened(tmp_path).process(features(torch.zeros(1, 2, 64), [2]))
     with pytest.raises(BadInput, match=r"valid ids are 0\.\.6"):
         opened(tmp_path, layers=[9])
