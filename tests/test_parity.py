@@ -93,7 +93,7 @@ def _pair(folder: Path, **changes: object) -> Path:
         ({"hidden_size": "32"}, "x.json: hidden_size is '32', expected int"),
         ({"dflash_config": {"mask_token_id": 96}}, "x.json: dflash_config.target_layer_ids is missing"),
         ({"dflash_config": {"mask_token_id": 97, "target_layer_ids": [4]}}, "outside the embedding"),
-        ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [8]}}, "outside the target's 8 layers"),
+        ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [8]}}, "outside 0..7, the target's layers"),
         ({"loss": None}, "x.json: 'loss' is missing"),
         ({"loss": {"type": "dflsh"}}, "did you mean 'dflash'"),
         ({"head_dim": 4}, "x.safetensors: tensor 'weight.layers.0.self_attn.q_proj.weight' is"),
