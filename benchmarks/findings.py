@@ -17,6 +17,7 @@ from dflash_pipe.forecast_table import duration, figure, unit_of
 from dflash_pipe.graph import transport_of
 from dflash_pipe.plan import plan
 from dflash_pipe.profile import Profile
+from dflash_pipe.service import uncontended
 
 __all__ = ["Findings", "found", "gpus_busy", "rates", "telling"]
 
@@ -225,7 +226,7 @@ def _slower(compared: Sequence[Topology], forecasts: Sequence[Forecast], own: Se
         missed = abs(step / expected - 1) > _LONGER
         if missed and abs(step - seconds) < abs(step - expected) / 2:
             sign = 1 if step > expected else -1
-            changes = _changes(topology.middle.profile, compared[0].middle.profile)
+            changes = _changes(*(uncontended(t.middle.profile, plan(t.graph)) for t in (topology, compared[0])))
             said = [f"{stage} {times:.2f}x" for stage, times in changes.items() if sign * (times - 1) > _LONGER]
             if said:
                 what = "longer" if sign > 0 else "less time"

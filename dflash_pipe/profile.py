@@ -80,6 +80,8 @@ class Samples:
             return "a number is negative or not finite"
         if max(self.total, *self.seconds) > _LONGEST:
             return f"a time is {max(self.total, *self.seconds):.3g} s, longer than any run"
+        if any(own > seconds * (1 + 1e-6) for own, seconds in zip(self.own, self.seconds, strict=False)):
+            return "own is longer than what was measured"
         kept = math.fsum(self.seconds)
         if self.count == len(self.seconds) and not math.isclose(self.total, kept, rel_tol=1e-6, abs_tol=1e-9):
             return f"total is {self.total:.6g} s, but the samples add up to {kept:.6g} s"

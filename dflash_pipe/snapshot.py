@@ -35,6 +35,7 @@ __all__ = ["Snapshot", "Snapshots", "has_snapshot", "newest", "read", "write"]
 
 _FORMAT = 2  # 1 had no checksums
 _ITSELF = "snapshot.json"  # among the checksums
+_TAKEN = (_ITSELF, "__metadata__")  # the second by safetensors
 _OWN = re.compile(r"window-(\d{8}|[1-9]\d{8,})")
 _LEFT_OVER = re.compile(rf"{_OWN.pattern}(\.old)?\.tmp")
 
@@ -89,8 +90,10 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
 
 def _plain(name: str, array: np.ndarray) -> np.ndarray:
     """Contiguous and in the machine's byte order, as it is read back; copied only if it is not so already."""
-    if array.dtype.kind in "OSUMm":  # objects, texts, times
-        raise TypeError(f"state.{name} is an array of {array.dtype}: expected numbers, or true and false")
+    if name in _TAKEN:
+        raise TypeError(f"state.{name}: an array cannot have this name")
+    if array.dtype.kind in "OSUMm" or array.dtype.names or array.dtype.itemsize > 8:  # safetensors has none of these
+        raise TypeError(f"state.{name} is an array of {array.dtype}: expected numbers of at most 8 bytes, or bool")
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 

@@ -46,7 +46,7 @@ def export(config: DrafterConfig, record: dict[str, Any], flat: Tensor, folder: 
     """Write a drafter as `folder`, which appears whole and checked or not at all.
 
     Of an export that is there, the files that are written anew are replaced, each at once, and all else is kept. A kill
-    in between leaves whole files of both; the record comes last, so it never tells of weights that are not there.
+    in between leaves whole files of both; the record comes last, and until then tells of the older step.
 
     record: JSON, kept as it is in dflash_pipe.json. flat: [P] weights, laid out by `parameter_layout`; rounded to
     bfloat16. Raises BadInput where `folder` is something else than an export, and where the check fails.

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,6 +221,7 @@ def ending_ids(model: str, revision: str | None = None) -> list[int]:
     except Missing:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
             raise
+        _say_unknown(source)
         file = None
     if file is None:
         return []
@@ -228,6 +230,13 @@ def ending_ids(model: str, revision: str | None = None) -> list[int]:
     except (ValueError, AttributeError) as error:
         raise source.complaint(f"its generation_config.json is not usable: {first_line(error)}") from error
     return list(ids) if isinstance(ids, list) else [ids]
+
+
+@cache
+def _say_unknown(source: ModelSource) -> None:
+    """Once for each model."""
+    line = "target %r: no generation_config.json is cached, and offline the hub is not asked; taken to have none"
+    logging.get_logger(__name__).warning(line, source.name)
 
 
 def first_line(error: BaseException) -> str:

@@ -117,6 +117,7 @@ def test_what_is_no_profile_is_told_in_one_line(tmp_path):
         ({"steps": {"count": 0, "total": 0, "index": [], "seconds": []}}, "steps: count is 0"),
         ({"memory": {"cuda:0": {"peak": -1, "total": 1, "stages": []}}}, "memory: a number is negative"),
         ({"steps": {**good["steps"], "own": [1.0]}}, "steps: index, seconds, own and measures have different lengths"),
+        ({"steps": {**good["steps"], "own": [1e9] * len(good["steps"]["index"])}}, "steps: own is longer than what"),
         ({"steps": {**good["steps"], "own": [-1.0] * len(good["steps"]["index"])}}, "steps: a number is negative"),
         ({"host": {"cores": 0, "stages": []}}, "host: expected at least 1 core"),
         ({"host": {"cores": 1, "stages": [], "others": float("nan")}}, "host: expected at least 1 core"),

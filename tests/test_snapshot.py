@@ -185,6 +185,13 @@ def test_a_flipped_bit_in_an_array_is_noticed(where: str, tmp_path: Path) -> Non
         ({"state": {"nested": {"a": np.zeros(2)}}}, "state.nested.a is array([0., 0.]), of type numpy.ndarray"),
         ({"state": {"raw": b"x"}}, "state.raw is b'x', of type bytes"),
         ({"state": {"names": np.array(["a"])}}, "state.names is an array of <U1: expected numbers"),
+        (
+            {"state": {"z": np.zeros(1, complex)}},
+            "state.z is an array of complex128: expected numbers",
+        ),
+        ({"state": {"r": np.zeros(1, "i4,f4")}}, "state.r is an array of [('f0', '<i4'), ('f1', '<f4')]: expected"),
+        ({"state": {"__metadata__": np.zeros(1)}}, "state.__metadata__: an array cannot have this name"),
+        ({"state": {"snapshot.json": np.zeros(1)}}, "state.snapshot.json: an array cannot have this name"),
     ],
 )
 def test_what_a_snapshot_cannot_hold_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
