@@ -27,6 +27,7 @@ __all__ = [
     "EndOfChannel",
     "Missing",
     "Stalled",
+    "cut_off",
     "nearest",
     "nearest_file",
     "noted",
@@ -99,6 +100,11 @@ def nearest_file(path: Path) -> str:
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, beside, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def cut_off(text: str) -> str:
+    """A value as a complaint shows it: at most 60 characters."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @contextmanager

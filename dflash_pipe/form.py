@@ -7,7 +7,7 @@ import json
 import reprlib
 from typing import Any
 
-from dflash_pipe.errors import BadSnapshot, nearest
+from dflash_pipe.errors import BadSnapshot, cut_off, nearest
 
 __all__ = ["exactly", "refuse_no_json", "refuse_other_form"]
 
@@ -88,4 +88,4 @@ def _shown(value: Any) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = " ".join(reprlib.repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return cut_off(text)

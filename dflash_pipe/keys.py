@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from dflash_pipe.errors import BadInput, nearest
+from dflash_pipe.errors import BadInput, cut_off, nearest
 from dflash_pipe.located import SECTIONS, Located, at, plain, under
 
 __all__ = ["KEYS", "CapacityKeys", "ChannelKeys", "CreditsKeys", "GraphKeys", "StageKeys", "WorkerKeys", "validate"]
@@ -164,7 +164,7 @@ def validate(kind: Any, tree: Located, path: tuple[str, ...]) -> Any:
         where, shown = at(tree, path)
         raise BadInput(f"{shown}: a parameter of type {kind} cannot be given in YAML", where) from error
     try:
-        return adapter.validate_json(pydantic_core.to_json(plain(value), inf_nan_mode="constants"), strict=True)
+        return adapter.validate_json(pydantic_core.to_json(plain(value)), strict=True)
     except ValidationError as error:
         raise _complaint(tree, path, error) from None
 
@@ -234,4 +234,4 @@ def _nothing_to_lay_over(tree: Located, section: str, name: str, key: str) -> st
 
 def _shown(value: Any) -> str:
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return cut_off(text)

@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 
 from dflash_pipe.channel import Channel
 from dflash_pipe.counted import counted
-from dflash_pipe.exclusive import shared_devices
 from dflash_pipe.message import Stamp, payload_bytes
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import DeviceMemory, Host, Part, Profile, Recorder, Way, hand_off
-from dflash_pipe.sharing import with_own_seconds
 from dflash_pipe.stats import Activity, DepthEntry, Newest, WaitEntry
 from dflash_pipe.trace import Depth, Span, Timeline, Wait
 from dflash_pipe.transport import Transport
@@ -252,8 +250,7 @@ class Recording:
                 memory[device] = DeviceMemory(*seen, tuple(dict.fromkeys(stages)))
         spans = (entry for tape in self.tapes.values() for entry in tape.spans.entries)
         began = min((entry[4] for entry in spans if entry[2] >= 0), default=None)  # -1: of a first token
-        profile = replace(self.recorder.profile(graph, words, memory, began), host=host)
-        return with_own_seconds(profile, self.plan, self.timeline().spans) if shared_devices(self.plan) else profile
+        return replace(self.recorder.profile(graph, words, memory, began), host=host)
 
     def _host(self) -> Host:
         stations = [station for worker in self.plan.workers for station in worker.stations]

@@ -31,6 +31,7 @@ from dflash_pipe.message import Stamp
 from dflash_pipe.plan import Plan
 from dflash_pipe.profile import Profile
 from dflash_pipe.recording import Recording
+from dflash_pipe.sharing import with_own_seconds
 from dflash_pipe.signals import HANG_UP, listening
 from dflash_pipe.snapshot import Snapshot
 from dflash_pipe.stage import Source, Stage
@@ -184,11 +185,12 @@ class Run:
         """What of the result comes from the recording."""
         if self._recording is None:
             return {"unmeasured": "nothing was recorded"}
-        recorded: dict[str, Any] = {"timeline": self._recording.timeline()}
+        timeline = self._recording.timeline()
         try:
-            return recorded | {"profile": self._recording.profile(dump(self.plan.graph))}
+            profile = self._recording.profile(dump(self.plan.graph))
         except BadInput as error:
-            return recorded | {"unmeasured": error.message}
+            return {"timeline": timeline, "unmeasured": error.message}
+        return {"timeline": timeline, "profile": with_own_seconds(profile, self.plan, timeline.spans)}
 
     # --- workers
 

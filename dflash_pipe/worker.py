@@ -165,11 +165,13 @@ class Worker:
                 item = next(reading, None)
             except EndOfChannel:
                 return None
-            if item is not None and item[0] is None:
+            if item is None:
+                return None
+            if item[0] is None:
                 raise BadInput("it yields None as the cursor: a cursor says where to go on; None means the beginning")
-            if item is not None and stamp.index == feed.start[0]:  # what cannot be kept is known before work is lost
+            if stamp.index == feed.start[0]:  # what cannot be kept is known before work is lost
                 refuse_no_json(item[0], "cursor")
-            if self.tape is not None and begin is not None and item is not None:
+            if self.tape is not None and begin is not None:
                 self.tape.fired(station.plan.stage, "read", stamp, begin, (item[1],), item[1])
             return item
 

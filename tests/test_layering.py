@@ -47,12 +47,14 @@ FRAMEWORK = {
     "signals": set(),
     "stall": BASE | {"stats"},
     "sharing": {"exclusive", "plan", "profile", "trace"},
-    "recording": BASE | {"stats", "channel", "exclusive", "transport", "plan", "profile", "sharing", "trace"},
+    "recording": BASE | {"stats", "channel", "transport", "plan", "profile", "trace"},
     "station": BASE | {"gate", "plan", "route", "snapshot", "stage"},
     "worker": BASE | RUNNING | {"form", "profile", "recording", "station"},
     "joins": {"gate", "message", "plan", "route", "station"},
     "wiring": BASE | RUNNING | {"joins", "station", "worker"},
-    "runtime": BASE | RUNNING | {"check", "worker", "wiring", "profile", "trace", "recording", "signals", "stall"},
+    "runtime": BASE
+    | RUNNING
+    | {"check", "worker", "wiring", "profile", "trace", "recording", "sharing", "signals", "stall"},
     "clock": BASE | {"stats", "gate"},
     "exclusive": {"plan"},
     "simulate": BASE | {"stats", "clock", "exclusive", "gate", "joins", "plan", "profile", "route", "station"},
